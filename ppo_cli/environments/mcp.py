@@ -253,7 +253,14 @@ class Server:
             asyncio.get_running_loop().call_later(self._timeout, connection.close)
             try:
                 looking = self._lives(connection.client, LOOK_S)
-                connection.lives, _ = await asyncio.gather(looking, self.start())
+                try:
+                    connection.lives, _ = await asyncio.gather(looking, self.start())
+                except self._worker.Problems:
+                    # Not beside the old one, which may have a port of its own or all threads.
+                    connection.close()
+                    connection.lives = False
+                    await asyncio.sleep(2 * EXIT_S + LOOK_S)
+                    await self.start()
             except self._worker.Problems as problems:
                 if self._is_own:
                     raise ServerEnded("the call ended its MCP server") from None

@@ -172,8 +172,7 @@ class ToolEnvironment:
                     started = time.monotonic()
                 if self._fork is None:
                     self._fork = self._forks.fork(self._answer_in_fork, awaits=self._awaits)
-                data = json.dumps(calls).encode()
-                answer = await self._fork.request(data, self._timeout + grace)
+                answer = await self._ask_fork(json.dumps(calls).encode(), self._timeout + grace)
             runs = [Run(*fields) for fields in json.loads(answer)]
             if self._turns and not any(run.failed for run in runs):
                 self._forks.give_back(self._fork)
@@ -191,6 +190,20 @@ class ToolEnvironment:
         seconds = time.monotonic() - started
         names = [call["function"]["name"] for call in calls]
         return [Run(name, f"Error: {text}", seconds, True, late, not late) for name in names]
+
+    async def _ask_fork(self, data: bytes, limit: float) -> bytes:
+        """Return the answer of the fork; raises ForkEnded and TimeoutError.
+
+        One that served another call may end by what that call left: the calls run again in a new
+        one.
+        """
+        try:
+            return bytes(await self._fork.request(data, limit))
+        except self._worker.forks.ForkEnded:
+            if not self._fork.served:
+                raise
+        self._fork = self._forks.fork(self._answer_in_fork, awaits=self._awaits, new=True)
+        return bytes(await self._fork.request(data, limit))
 
     async def _answer_in_fork(self, data: bytes) -> bytes:
         """Run calls: side by side on an event loop, one alone without, since that takes long."""

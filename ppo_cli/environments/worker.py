@@ -442,13 +442,16 @@ class Worker:
         if _HOLDERS:  # servers may save their state
             await asyncio.wait(_HOLDERS, timeout=CLOSE_TIMEOUT_S)
 
-    def fork(self, answer: Callable[[bytes], Any], *, awaits: bool) -> Any:
-        """Return a fork of this process; `answer` and `awaits` are alike for all episodes."""
+    def fork(self, answer: Callable[[bytes], Any], *, awaits: bool, new: bool = False) -> Any:
+        """Return a fork of this process; `answer` and `awaits` are alike for all episodes.
+
+        A `new` one has served no other episode.
+        """
         while self._spares:
             spare = self._spares.pop()
-            if spare.lives():
+            if spare.lives() and not (new and spare.served):
                 return spare
-            spare.kill("it ended before its episode")
+            spare.kill("it is of no use")
         self._spares = forks.make_forks(
             answer, awaits=awaits, files=USER_FILES, memory=self._memory,
             max_answer=MAX_ANSWER_BYTES, channel=channels, reaper=reaper,
@@ -460,7 +463,7 @@ class Worker:
         if fork.has_children() or len(self._spares) == forks.TOGETHER:
             fork.kill("the call has ended")
         else:
-            fork.forget_prints()
+            fork.begin_again()
             self._spares.append(fork)
 
     async def _relay(self, operation: str, episode: str, timeout: float, data: bytes) -> bytes:
@@ -591,6 +594,8 @@ class Worker:
         if self._relays:
             with contextlib.suppress(Exception):  # a broken one fails where it is used
                 await run_call(importlib.import_module, "numpy.random")
+        if memory:
+            forks.pass_over_signals()
         gc.freeze()  # what a fork does not collect stays shared
         return {"tools": list(schemas or [])}
 

@@ -144,6 +144,7 @@ class Child:
     def kill(self, reason: str) -> None:
         """End the child and everything that it has started; its requests fail with the reason."""
         self._fail_requests(reason)
+        self._writer.close()  # it may pass over signals
         with suppress(ProcessLookupError):
             self._process.terminate()
 

@@ -26,6 +26,13 @@ TAIL_BYTES = 500
 TOGETHER = 8  # forks of one moment: what their parent writes between two forks is copied for each
 
 
+# A call may send them to the process that it is a fork of, or that started its server.
+SIGNALS = tuple(getattr(signal, f"SIG{name}") for name in (
+    "HUP", "INT", "QUIT", "TERM", "USR1", "USR2", "ALRM", "VTALRM", "PROF",
+))  # fmt: skip
+_handlers: dict[int, Any] = {}  # what forks do at signals that their parent passes over
+
+
 class ForkEnded(Exception):
     """The fork has ended; the message says how."""
 
@@ -38,6 +45,16 @@ def open_files() -> set[int]:
             os.fstat(int(name))
             numbers.add(int(name))
     return numbers
+
+
+def pass_over_signals() -> None:
+    """Do nothing at signals that would end this process, unless the user's code has a handler.
+
+    Its channel says when it is to end. Forks, and programs that it starts, end by them as before.
+    """
+    for number in SIGNALS:
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+            _handlers[number] = signal.signal(number, lambda *_: None)
 
 
 def make_forks(
@@ -84,6 +101,7 @@ class Fork:
     def __init__(self, max_answer: int, channel: Any, reaper: Any) -> None:
         self._channel, self._reaper, self._max_answer = channel, reaper, max_answer
         self._ended, self._exit, self._printed, self._tail = "", "", 0, b""
+        self.served = False  # another episode
         self._prints, self._child_prints = os.pipe()
         try:
             self._socket, self._child_end = socket.socketpair()
@@ -114,6 +132,8 @@ class Fork:
             os.dup2(self._child_prints, 1)
             os.dup2(self._child_prints, 2)
             os.setsid()
+            for number, handler in _handlers.items():
+                signal.signal(number, handler)
             with contextlib.suppress(ImportError):  # a Python may lack ctypes
                 self._reaper.adopt_orphans()  # what leaves the session ends with it too
             kept = sorted(files | {0, 1, 2, self._child_end.fileno()})
@@ -180,9 +200,9 @@ class Fork:
             pieces += chunk
         return bytes(pieces)
 
-    def forget_prints(self) -> None:
-        """Begin again to count and to keep what it prints, for another episode."""
-        self._printed, self._tail = 0, b""
+    def begin_again(self) -> None:
+        """Count and keep what it prints from the start, for another episode."""
+        self._printed, self._tail, self.served = 0, b"", True
 
     def has_children(self) -> bool:
         """Whether processes that it has started, or their children, live or wait to be reaped."""

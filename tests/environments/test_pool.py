@@ -248,6 +248,19 @@ def test_a_spare_that_died_costs_no_episode(start: Start, game: Path) -> None:
     assert say(pool, "a", "1").messages and not any(pool.pop_metrics().values())
 
 
+def test_a_signal_to_the_process_of_all_episodes_harms_none(start: Start, game: Path) -> None:
+    game.write_text(f"import signal\n{GAME}".replace("import signal\n\n", "import signal; "))
+    pool = start(path=f"{game}:Game")
+    open_episodes(pool, "a", "b", "c")
+    names = "SIGHUP SIGINT SIGQUIT SIGTERM SIGUSR1 SIGALRM"
+    code = f"do [os.kill(os.getppid(), getattr(signal, name)) for name in {names.split()}]"
+    assert say(pool, "a", code).messages and say(pool, "b", "1").messages
+    assert "ended by signal SIGTERM" in failure(pool, "a", "do os.kill(os.getpid(), 15)")
+    assert "raised KeyboardInterrupt" in failure(pool, "c", "do signal.raise_signal(2)")
+    assert say(pool, "b", "2").messages
+    assert pool.pop_metrics()["environment/restarts"] == 0
+
+
 def test_few_open_files_are_enough_for_few_episodes(start: Start, game: Path) -> None:
     game.write_text(
         f"{GAME}\nimport resource\nsys.modules['ctypes'] = None  # as in a Python that lacks it\n"

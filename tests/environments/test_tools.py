@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -327,11 +328,13 @@ def test_without_async_functions_a_call_alone_ends_with_its_process(
 
 
 PROCESS = """
-import os, subprocess, time
+import os, subprocess, threading, time
 
-def act(seconds: float, ends: bool = False, leaves: bool = False):
-    'Return the process, late, or end it; or leave a daemon.'
+def act(seconds: float, ends: bool = False, leaves: bool = False, spoils: bool = False):
+    'Return the process, late, or end it, or have it end soon; or leave a daemon.'
     time.sleep(seconds)
+    if spoils:
+        threading.Timer(0.3, os._exit, (1,)).start()
     if leaves:
         return subprocess.getoutput("setsid sleep 4321 > /dev/null 2>&1 & echo $!")
     return os._exit(3) if ends else os.getpid()
@@ -357,6 +360,10 @@ def test_calls_that_leave_nothing_behind_share_forks(
     assert (first == second) == stateless
     error = call(pool, ("act", {"seconds": 0, "ends": True})).messages[0]["content"]
     assert error == "Error: its process ended with exit code 3"
+    # What a call leaves behind after all costs no other one.
+    spoilt = call(pool, ("act", {"seconds": 0, "spoils": True})).messages[0]["content"]
+    later = call(pool, ("act", {"seconds": 0.6}), episode="b").messages[0]["content"]
+    assert later.isdigit() and later != spoilt
     # More slow calls than shared forks keep no other waiting.
     waiting = [pool.step(name, make_message(("act", {"seconds": 4321}))) for name in slow]
     assert call(pool, ("act", {"seconds": 0}), episode="b").messages[0]["content"].isdigit()
@@ -591,13 +598,16 @@ def test_a_call_that_ends_its_mcp_server_is_run_again_only_if_others_may_have_en
 
 
 ODD_SERVER = r"""
-import json, os, sys, time
-WAYS = ("flood", "long", "records", "half", "plain", "deaf")
+import json, os, socket, sys, time
+WAYS = ("flood", "long", "records", "half", "plain", "deaf", "stop")
+port = sys.argv[1:] and socket.create_server(("127.0.0.1", int(sys.argv[1])))
 for line in sys.stdin:
     request = json.loads(line)
     if "id" not in request:
         continue
     way = request.get("params", {}).get("name")
+    if way == "stop":
+        os.kill(os.getpid(), 19)
     if way == "flood":
         print("\n[1]\n" + '{"jsonrpc": "2.0", "method": "notifications/x"}\n' * 100_000, flush=True)
     result = {
@@ -644,6 +654,21 @@ def test_an_mcp_server_that_floods_or_reads_no_more_harms_no_other_call(
     ]
     answers = [reply.result(60).messages[0]["content"] for reply in waiting]
     assert answers == ["Error: timeout: took longer than 5 s", "done", "done"]
+
+
+@pytest.mark.slow
+def test_an_mcp_server_with_a_port_of_its_own_is_replaced(start: Start, tmp_path: Path) -> None:
+    pytest.importorskip("mcp")
+    (tmp_path / "server.py").write_text(ODD_SERVER)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = shlex.join([sys.executable, f"{tmp_path}/server.py", str(port)])
+    pool = start(mcp=(command,), num_workers=1, timeout=2.0)
+    open_episodes(pool, "a", "b")
+    stopped = pool.step("a", make_message(("stop", {})))
+    assert "timeout" in stopped.result(60).messages[0]["content"]
+    assert call(pool, ("plain", {}), episode="b").messages[0]["content"] == "done"
+    assert pool.pop_metrics()["environment/restarts"] == 1
 
 
 @pytest.mark.slow
