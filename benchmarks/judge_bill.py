@@ -26,12 +26,13 @@ sentences  the text model of `--model` (SmolLM2-135M-Instruct) continues an exam
 
 With `--noise` that share of the scores of pieces is turned over, with `--loud` w is their mean too
 (for all arms); with `--moved` that share of them goes to another piece. Runs that are finished are
-not repeated: the same command continues. Nothing is downloaded. Only letters have noise.
+not repeated: the same command continues. Nothing is downloaded. Credit of letters alone is moved.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import random
@@ -155,20 +156,28 @@ def compute_score(
     ends = [sum(lengths[: k + size]) for k in range(0, len(marks), size)]
     ends[-1] = len(solution_str)
     scores = [fmean(marks[k : k + size]) for k in range(0, len(marks), size)]
-    scores = [1 - score if dice.random() < noise else score for score in scores]
+    scores = disturb(scores, dice, noise, moved)
     whole = sum(scores) / pieces if loud else true
-    if moved and len(scores) > 1:
-        kept = [0.0] * len(scores)
-        for k, score in enumerate(scores):
-            others = [j for j in range(len(scores)) if j != k]
-            kept[dice.choice(others) if dice.random() < moved else k] += score
-        scores = kept
     answer: dict[str, Any] = {"score": whole, "true": true, "count": len(marks)}
     if placed and solution_str:
         total = sum(scores)
         shares = [score / total if total else 1 / len(scores) for score in scores]
         answer["step_rewards"] = [(e, whole * s) for e, s in zip(ends, shares, strict=True)]
     return answer
+
+
+def disturb(
+    scores: Sequence[float], dice: random.Random, noise: float, moved: float = 0.0
+) -> list[float]:
+    """Return scores of pieces of which a share is turned over; a share goes to other pieces."""
+    turned = [1 - score if dice.random() < noise else score for score in scores]
+    if not moved or len(turned) < 2:
+        return turned
+    kept = [0.0] * len(turned)
+    for k, score in enumerate(turned):
+        others = [j for j in range(len(turned)) if j != k]
+        kept[dice.choice(others) if dice.random() < moved else k] += score
+    return kept
 
 
 def mark_sentences(text: str) -> list[float]:
@@ -187,7 +196,7 @@ def _apply_rules(sentences: Sequence[str]) -> list[float]:
     return [float(bool(re.search(rf"\b(?:{rule})\b", text, re.I))) for rule, text in pairs]
 
 
-def judge_sentences(_: str, user: str) -> str:
+def judge_sentences(judge: dict[str, Any], _: str, user: str) -> str:
     """Return the reply to a request about sentences: a score of each piece, if asked, and all."""
     from tests.judge_server.wire import fenced, verdict_keys
 
@@ -197,9 +206,11 @@ def judge_sentences(_: str, user: str) -> str:
     response = fenced("response", user) or ""
     pieces = re.split(r"<piece-\d+-[0-9a-f]+>\n", response)[1:]
     marks = _apply_rules(pieces) if pieces else mark_sentences(response)
+    turned = disturb(marks, random.Random(f"{judge['seed']} {response}"), judge["noise"])
+    whole = sum(turned if judge["loud"] else marks) / SENTENCES
     low, high = map(int, re.findall(r"from (\d+) \(worst\) to (\d+)", user)[-1])
-    scores = {f"piece_{k}": mark for k, mark in enumerate(marks, start=1)} if pieces else {}
-    scores[re.findall(r'"(score\w*)"', user)[-1]] = sum(marks) / SENTENCES
+    scores = {f"piece_{k}": mark for k, mark in enumerate(turned, start=1)} if pieces else {}
+    scores[re.findall(r'"(score\w*)"', user)[-1]] = min(whole, 1.0)
     levels = {name: low + round((high - low) * score) for name, score in scores.items()}
     return json.dumps({"reason": "Counted."} | levels)
 
@@ -274,7 +285,8 @@ def train_run(
         return
     status = 1
     try:
-        server = JudgeServer(judge_sentences, keep_calls=False)
+        reply = functools.partial(judge_sentences, judge | {"seed": seed})
+        server = JudgeServer(reply, keep_calls=False)
         with open(f"{folder}.log", "w") as log, server:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
