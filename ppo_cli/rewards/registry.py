@@ -130,4 +130,5 @@ def _rules(settings: RewardSettings, sources: Collection[str]) -> Reward:
         timeout=settings.timeout,
         num_workers=settings.num_workers,
         code=settings.code,
+        place=settings.rule_place,
     )

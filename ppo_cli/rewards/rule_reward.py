@@ -24,6 +24,7 @@ from ppo_cli.rewards.base import (
     resolved,
     tell_nobody,
 )
+from ppo_cli.rewards.faults import place_loss
 from ppo_cli.rewards.rules import (
     RULES,
     Rule,
@@ -67,7 +68,7 @@ class RuleReward(Reward):
 
     `rule` serves every row; without it each row's data_source selects one. `timeout` is in
     seconds of wall time, `cpu_seconds` of the worker's processor time; `code` has the limits of
-    the rule `code`.
+    the rule `code`. `place`: what a response loses is placed where it goes wrong, if that is known.
     """
 
     name = "rule"
@@ -81,6 +82,7 @@ class RuleReward(Reward):
         num_workers: int = 2,
         cpu_seconds: float = CPU_SECONDS,
         code: Code | None = None,
+        place: bool = False,
     ) -> None:
         self._rule = rule
         self._settings = dict(settings or {})
@@ -88,6 +90,7 @@ class RuleReward(Reward):
         self._num_workers = num_workers
         self._cpu_seconds = cpu_seconds
         self._code = code
+        self._place = place
         self._pools: dict[str, WorkerPool | CodePool] = {}
         self._closed = False
         _check_settings(rule, self._settings)
@@ -124,8 +127,23 @@ class RuleReward(Reward):
         ):
             score = read_returned({"score": 0.0, "extracted": None, "reason": NO_ANSWER})
         if score is None:
-            return self._pool(rule).submit(call, partial(_add_rule_name, rule))
-        return resolved(_add_rule_name(rule, score))
+            return self._pool(rule).submit(call, partial(self._complete, rule, rollout))
+        return resolved(self._complete(rule, rollout, score))
+
+    def _complete(self, rule: Rule, rollout: Rollout, score: Score) -> Score:
+        """Return a score with the name of its rule, placed at a fault of the response if asked."""
+        # Without the latency, so that the same rollout gives the same record.
+        info = {k: v for k, v in score.info.items() if k != "latency_s"} | {"rule": rule.name}
+        value = score.value
+        parts = {} if value is None else {rule.name: Part(raw=value, scaled=value)}
+        score = replace(score, parts=parts, info=info)
+        if not self._place or rule.find_fault is None or value is None or value >= 1:
+            return score
+        text = rollout.full_text
+        for thought in rollout.thoughts:
+            text = text[: thought.start] + " " * (thought.end - thought.start) + text[thought.end :]
+        fault = rule.find_fault(text[len(rollout.prompt.opened) :], score)
+        return place_loss(score, rollout.text, fault) if fault else score
 
     def _pool(self, rule: Rule) -> WorkerPool | CodePool:
         """Return the processes for a rule, created on first use: sandboxes for code, or workers."""
@@ -151,14 +169,6 @@ class RuleReward(Reward):
         self._closed = True
         for pool in self._pools.values():
             pool.close()
-
-
-def _add_rule_name(rule: Rule, score: Score) -> Score:
-    # Without the latency, so that the same rollout gives the same record.
-    info = {k: v for k, v in score.info.items() if k != "latency_s"} | {"rule": rule.name}
-    value = score.value
-    parts = {} if value is None else {rule.name: Part(raw=value, scaled=value)}
-    return replace(score, parts=parts, info=info)
 
 
 def _check_settings(rule: Rule | None, settings: Mapping[str, Any]) -> None:

@@ -32,6 +32,7 @@ from ppo_cli.rewards.answers import (
     read_choice,
 )
 from ppo_cli.rewards.base import Call, CannotScore, read_returned
+from ppo_cli.rewards.faults import Span, find_raising_line, find_wrong_equation
 from ppo_cli.rewards.values import (
     Quantity,
     accepted_answers,
@@ -63,7 +64,8 @@ class Rule:
     `score` answers immediately, or returns None: then a worker process, which can be killed, calls
     `in_worker`. `looks_for` completes the sentence "the rule looks for …". `sources` are patterns
     of data_sources. `has_answer`: a ground truth is an answer, not tests or a pattern.
-    `reads_thoughts`: the rule also reads the thought of a response.
+    `reads_thoughts`: the rule also reads the thought of a response. `find_fault` returns where a
+    response without thoughts goes wrong, if that is certain (faults.py).
     """
 
     name: str
@@ -73,6 +75,7 @@ class Rule:
     has_answer: bool = True
     in_worker: ScoreReply | None = None
     reads_thoughts: bool = False
+    find_fault: Callable[[str, Score], Span | None] | None = None
 
     @property
     def settings(self) -> tuple[str, ...]:
@@ -101,7 +104,10 @@ def _answer(right: bool, extracted: str | None, reason: str = "") -> Answer:
     return answer | {"reason": reason} if reason else answer
 
 
-@_rule("gsm8k", "`#### NUMBER` in the last 300 characters", "openai/gsm8k", "gsm8k*")
+@_rule(
+    "gsm8k", "`#### NUMBER` in the last 300 characters", "openai/gsm8k", "gsm8k*",
+    find_fault=find_wrong_equation,
+)  # fmt: skip
 def score_gsm8k(reply: str, truth: Any, extra: Facts) -> Answer:
     """1 when the line of the last `####`, or `<answer>…</answer>`, is the right number."""
     # Tags win over `####`, as the rule `format` asks for them.
@@ -112,13 +118,19 @@ def score_gsm8k(reply: str, truth: Any, extra: Facts) -> Answer:
     return _score_number(Extraction(line, "" if line else "no answer: no #### NUMBER"), truth)
 
 
-@_rule("number", "a number in <answer>, \\boxed{}, after #### or `the answer is`, or at the end")
+@_rule(
+    "number", "a number in <answer>, \\boxed{}, after #### or `the answer is`, or at the end",
+    find_fault=find_wrong_equation,
+)  # fmt: skip
 def score_number(reply: str, truth: Any, extra: Facts) -> Answer:
     """1 when the answer of the reply is the right number."""
     return _score_number(extract_answer(reply), truth)
 
 
-@_rule("arithmetic", "an integer as the answer", "ppo-cli/arithmetic", "arithmetic*")
+@_rule(
+    "arithmetic", "an integer as the answer", "ppo-cli/arithmetic", "arithmetic*",
+    find_fault=find_wrong_equation,
+)  # fmt: skip
 def score_arithmetic(reply: str, truth: Any, extra: Facts) -> Answer:
     """1 when the answer of the reply is the right integer."""
     return _score_number(extract_answer(reply), truth, integer=True)
@@ -185,7 +197,7 @@ def compare_algebra(reply: str, truth: Any, extra: Facts) -> Answer:
     "math", "\\boxed{ANSWER}, <answer>, `the answer is …`, or an expression at the end",
     "lighteval/math*", "digitallearninggmbh/math-lighteval", "huggingfaceh4/math-500",
     "huggingfaceh4/aime*", "math*", "aime*", "amc*", "numina*", "olympiad*",
-    in_worker=compare_algebra,
+    in_worker=compare_algebra, find_fault=find_wrong_equation,
 )  # fmt: skip
 def score_math(reply: str, truth: Any, extra: Facts) -> Answer | None:
     """Score by comparing texts and numbers; None when the comparison needs algebra."""
@@ -324,7 +336,7 @@ def score_repetition(reply: str, truth: Any, extra: Facts) -> Answer:
     "google-research-datasets/mbpp", "codecontests", "code_contests", "deepmind/code_contests",
     "apps", "codeparrot/apps", "taco", "baai/taco", "livecodebench*",
     "kodcode*",
-    has_answer=False,
+    has_answer=False, find_fault=find_raising_line,
 )  # fmt: skip
 def score_code(reply: str, truth: Any, extra: Facts) -> Answer | None:
     """0 for a reply without code; None for code, which a sandbox must run."""

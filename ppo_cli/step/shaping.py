@@ -332,10 +332,10 @@ def shape_step(
         rejected = mask_BT & ~kept_BT
         metrics["rollout/rejected_share"] = float(rejected.sum() / mask_BT.sum().clamp_min(1))
         batch = replace(batch, response_mask_BT=kept_BT)
-    # Not of turns or tokens that a function rewards, nor of quotations: faults that are gone have
-    # none.
-    place = config.reward.api.place
-    if any(placed) and (estimator.pieces or place) and place != "criterion":
+    # Not of turns or tokens that a function rewards, nor of quotations and faults of rules: those
+    # that are gone have none.
+    place, faults = config.reward.api.place, config.reward.rule_place
+    if any(placed) and (estimator.pieces or place) and place != "criterion" and not faults:
         counts_B = piece_BT.amax(1) + 1
         metrics["pieces/count_mean"] = float(masked_mean(counts_B.double(), valid_B))
     critic = {}

@@ -869,6 +869,11 @@ class Reward(Section):
         absent="by the data_source of each row", flag="--rule", unused="every_rule_its_own",
         common=True,
     )  # fmt: skip
+    rule_place: bool = setting(
+        False, "A rule takes reward away where the response goes wrong, if that is certain: at the "
+        "first equation that does not hold (gsm8k, number, arithmetic, math), or at the line that "
+        "raises (code).", flag="--rule_place", unused="no_rule",
+    )  # fmt: skip
     timeout: float = setting(
         10.0, "Maximum seconds of a rule or function for one row.", gt=0.0, identity="start",
         unused="no_rule",

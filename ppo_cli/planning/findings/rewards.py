@@ -97,6 +97,11 @@ def judge_remarks(
     """
     day = today or datetime.date.today()
     remarks: list[str] = []
+    if reward.rule_place and not ESTIMATORS[estimator].uses_places:
+        remarks.append(
+            f"{estimator} adds the rewards of a response up, so where --rule_place puts them makes "
+            "no difference; use --adv_estimator gae, or piece_group with --rollout_n above 1."
+        )
     for judge in judges_of(reward):
         api = judge.settings
         # A part of a mixture took the default model without a word.

@@ -252,7 +252,10 @@ class BadRow(BaseException):
 
 
 class Peer:
-    """The tester's client of the candidate process. `raised`: the last error of the response."""
+    """The tester's client of the candidate process.
+
+    `raised` is the last error of the response; its note is the line of the code that raised it.
+    """
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -271,8 +274,11 @@ class Peer:
         match answer:
             case ("ok", value):
                 return value
-            case ("raised", list(names), str(text)) if all(type(name) is str for name in names):
+            case ("raised", list(names), str(text), str(line)) if all(
+                type(name) is str for name in names
+            ):
                 self.raised = _error(names, text)
+                self.raised.add_note(line)
                 raise self.raised
         raise ChannelClosed("an answer that cannot be read")
 
@@ -383,6 +389,7 @@ class Remote:
 # Objects are never released: the tests may hold any of them until the end of the job.
 MAX_OBJECTS = 200_000
 MAX_TEXT_CHARS = 300
+RESPONSE = "<response>"  # the file name of its code
 # Requests other than calls, by name: what they do to an object of the response.
 OPERATIONS: dict[str, Any] = {
     "get": getattr,
@@ -397,6 +404,7 @@ class Candidate:
 
     def __init__(self) -> None:
         self.objects: list[Any] = []
+        self.text = ""  # the code that runs
         self.source: Any = None
         self.preamble: dict[str, Any] = {}
 
@@ -414,13 +422,24 @@ class Candidate:
             act = OPERATIONS.get(what) or getattr(self, f"do_{what}")
             return encode(("ok", act(*rest)), self.number_of)
         except BaseException as error:
-            return encode(("raised", *describe_exception(error)), self.number_of)
+            what = (*describe_exception(error), find_line(error, self.text))
+            return encode(("raised", *what), self.number_of)
+
+    def compile(self, attempts: list[str]) -> Any:
+        """Compile the first text that is valid Python; raises the error of the last one."""
+        for self.text in attempts[:-1]:
+            try:
+                return compile(self.text, RESPONSE, "exec", dont_inherit=True)
+            except Exception:
+                continue
+        self.text = attempts[-1]
+        return compile(self.text, RESPONSE, "exec", dont_inherit=True)
 
     def do_load(
         self, attempts: list[str], preamble: dict[str, Any], names: list[str], entry: str
     ) -> dict[str, Any]:
         """Run the code and return those of the names that it defines."""
-        code = compile_first_valid(attempts)
+        code = self.compile(attempts)
         module = new_module("solution", preamble)
         # The prompt's stub of the function does not count as an answer.
         module.__dict__.pop(entry, None)
@@ -429,7 +448,7 @@ class Candidate:
 
     def do_prepare(self, attempts: list[str], preamble: dict[str, Any]) -> None:
         """Compile a program that reads its input and prints."""
-        self.source, self.preamble = compile_first_valid(attempts), preamble
+        self.source, self.preamble = self.compile(attempts), preamble
 
     def do_run(self, text: str) -> bytes:
         """Run the program from the start on an input; return what it printed."""
@@ -476,16 +495,6 @@ def snapshot(value: Any) -> bytes | None:
         return encode(value, lambda other: 0)
     except Exception:
         return None
-
-
-def compile_first_valid(attempts: list[str]) -> Any:
-    """Compile the first text that is valid Python; raises the error of the last one."""
-    for text in attempts[:-1]:
-        try:
-            return compile(text, "<response>", "exec", dont_inherit=True)
-        except Exception:
-            continue
-    return compile(attempts[-1], "<response>", "exec", dont_inherit=True)
 
 
 # The scorers of LiveCodeBench and APPS put these imports in front of every response.
@@ -635,6 +644,20 @@ def describe_exception(error: BaseException) -> tuple[list[str], str]:
     except BaseException:
         text = ""
     return names, text
+
+
+def find_line(error: BaseException, text: str) -> str:
+    """Return the innermost line of a response's code that raised, or that is no Python; or ""."""
+    try:
+        number = error.lineno if isinstance(error, SyntaxError) else None
+        trace = error.__traceback__
+        while trace is not None:
+            if trace.tb_frame.f_code.co_filename == RESPONSE:
+                number = trace.tb_lineno
+            trace = trace.tb_next
+        return text.split("\n")[number - 1].strip()[:MAX_TEXT_CHARS] if number else ""
+    except BaseException:
+        return ""
 
 
 def main(arguments: list[str]) -> None:

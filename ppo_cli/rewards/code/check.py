@@ -150,13 +150,15 @@ class LauncherDied(Exception):
 class Verdict:
     """Result of the tests; `reason` is empty when all passed.
 
-    `finished` is False when the tests did not run to their end.
+    `finished` is False when the tests did not run to their end. `line` is the line of the code that
+    raised the first failure, "" if none did.
     """
 
     passed: int = 0
     total: int = 0
     reason: str = ""
     finished: bool = False
+    line: str = ""
 
 
 class Check:
@@ -320,15 +322,16 @@ class Check:
             raise CannotScore(str(facts["text"]))
         # The tests have run, to their end or not.
         passed, total, first = facts["passed"], facts["total"], facts["first"]
+        line = facts["line"]
         if what == "gone":
             return Verdict(passed, total, self._describe_exit(launched, facts["text"]))
         if what == "broken":
             where = "" if facts["loaded"] else "the code does not load: "
-            return Verdict(passed, total, where + self._add_memory_limit(facts["text"]))
+            return Verdict(passed, total, where + self._add_memory_limit(facts["text"]), line=line)
         if passed == total and total > 0:
             return Verdict(passed, total, finished=True)
         reason = f"{total - passed} of {total} tests failed; first: {self._add_memory_limit(first)}"
-        return Verdict(passed, total, reason, finished=total > 0)
+        return Verdict(passed, total, reason, finished=total > 0, line=line)
 
     def _add_memory_limit(self, text: str) -> str:
         if not text.startswith("MemoryError"):
@@ -418,4 +421,6 @@ def judge(call: Call, check: Check) -> Score:
     share = verdict.passed / verdict.total if verdict.finished else 0.0
     value = share if check.settings.score == "share" else float(share == 1.0)
     counts = {"sandbox": check.sandbox.name, "passed": verdict.passed, "total": verdict.total}
+    if verdict.line:
+        counts["line"] = verdict.line
     return Score(value, reason=verdict.reason, info={**info, **counts})

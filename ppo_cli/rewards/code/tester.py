@@ -138,13 +138,14 @@ MAX_SOURCE_CHARS = 160
 class AssertLog:
     """The outcome of every test: True, False, or None when it has not been reached.
 
-    `first` describes the first failure; `broken` counts texts that failed outside their asserts.
+    `first` describes the first failure, `line` is the line of the response that raised it;
+    `broken` counts texts that failed outside their asserts.
     """
 
     def __init__(self) -> None:
         self.sources: list[ast.AST] = []
         self.passed: list[bool | None] = []
-        self.first = ""
+        self.first = self.line = ""
         self.broken = 0
 
     def add(self, source: ast.AST) -> int:
@@ -164,16 +165,21 @@ class AssertLog:
         """Record the exception that is being handled."""
         error = sys.exc_info()[1]
         assert error is not None
-        self.fail(number, _describe_failure(error))
+        self.fail(number, _describe_failure(error), find_note(error))
 
-    def fail(self, number: int, what: str) -> None:
+    def fail(self, number: int, what: str, line: str = "") -> None:
         """Record a failure; the first one is described."""
         self.passed[number] = False
-        self.first = self.first or f"{what} at `{_shorten_source(self.sources[number])}`"
+        if not self.first:
+            self.first, self.line = f"{what} at `{_shorten_source(self.sources[number])}`", line
 
     def abort(self, since: int, error: BaseException) -> None:
         """Record that a text of tests raised: the asserts that it has not reached have failed."""
-        self.first = self.first or f"{_describe_failure(error)} outside the asserts"
+        if not self.first:
+            self.first, self.line = (
+                f"{_describe_failure(error)} outside the asserts",
+                find_note(error),
+            )
         open_ones = [n for n in range(since, len(self.passed)) if self.passed[n] is None]
         for number in open_ones:
             self.passed[number] = False
@@ -192,6 +198,11 @@ class AssertLog:
         """Return how many tests passed, of how many that ran or should have."""
         ran = [outcome for outcome in self.passed if outcome is not None]
         return sum(ran), len(ran) + self.broken
+
+
+def find_note(error: BaseException) -> str:
+    """Return the line of the response that raised an error, "" without one."""
+    return "".join(getattr(error, "__notes__", ())[:1])
 
 
 def _describe_failure(error: BaseException) -> str:
@@ -620,7 +631,7 @@ def work(job: dict[str, Any], peer: Peer, report: Any) -> None:
         report("test")
 
     tester = Tester(job, peer, begin)
-    end, text = "done", ""
+    end, text, line = "done", "", ""
     try:
         tester.run()
     except ChannelClosed as error:
@@ -631,7 +642,9 @@ def work(job: dict[str, Any], peer: Peer, report: Any) -> None:
         end, text = "broken", str(error)
     except BaseException as error:
         end, text = "broken", f"{type(error).__name__}: {error}"[:300]
+        line = find_note(error)
     passed, total = tester.checks.count()
     report(
-        end, text=text, loaded=tester.loaded, passed=passed, total=total, first=tester.checks.first
-    )
+        end, text=text, loaded=tester.loaded, passed=passed, total=total,
+        first=tester.checks.first, line=line or tester.checks.line,
+    )  # fmt: skip

@@ -55,6 +55,33 @@ def test_scores_with_its_parts_and_facts(make_reward: MakeReward, any_sandbox: S
     json.dumps(asdict(score))
 
 
+# Code whose tests fail, and the line that is certainly at fault; "" where none is.
+LINES = {
+    "def f(n):\n    a = n - 1\n    return 2 / a": "    return 2 / a",
+    "def f(n):\n    return g(n)\n\ndef g(n):\n    return [][n]": "    return [][n]",
+    "def f(n)\n    return n + 1": "def f(n)",
+    "import nothing_of_this_name\ndef f(n): return n + 1": "import nothing_of_this_name",
+    "def f(n):\n    raise ValueError(n)": "    raise ValueError(n)",
+    "def f(n): return n": "",
+    "def g(n): return n": "",
+    "def f(n):\n    if n > 1:\n        return 1 / 0\n    return 1 / 0": "    return 1 / 0",
+    "def f(n):\n    class E(Exception):\n        __traceback__ = 5\n    raise E": "",
+}
+
+
+@pytest.mark.parametrize("code", LINES)
+def test_the_line_that_raises_is_the_place(any_sandbox: Sandbox, code: str) -> None:
+    settings = Code(allow_unsandboxed=any_sandbox.name == "none")
+    reward = RuleReward(RULES["code"], code=settings, place=True)
+    text = f"Here it is.\n```python\n{code}\n```\nDone."
+    score = reward.submit(make_rollout(text, TESTS, "mbpp")).result(PATIENCE)
+    reward.close()
+    assert score.value == 0
+    line, once = LINES[code], code.count(LINES[code].strip()) == 1
+    ends = [text.index(line), text.index(line) + len(line), len(text)] if line and once else []
+    assert [step.end for step in score.steps] == ends
+
+
 def test_share_and_many_at_once(make_reward: MakeReward) -> None:
     reward = make_reward(score="share")
     replies = ["def f(n): return n + 1", "def f(n): return 2 * n", "def f(n): return 0"] * 3

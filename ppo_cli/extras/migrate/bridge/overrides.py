@@ -407,6 +407,7 @@ REFUSED: Final[dict[str, tuple[Any, str]]] = {
     "algorithm.gamma_piece": (None, "verl has one discount for all tokens"),
     "algorithm.lam_piece": (None, "verl has one lambda for all tokens"),
     "reward.api.place": (None, "verl puts the whole score at the end"),
+    "reward.rule_place": (False, "verl puts the whole score at the end"),
     "algorithm.subtract_group_mean": (False, "verl's GAE reads the rewards as they are"),
     "algorithm.score_coef": (1.0, "verl adds the score as it is; change kl_ctrl.kl_coef"),
     "critic.lam": (None, "verl has one lambda for actor and critic"),

@@ -177,7 +177,7 @@ OTHER: dict[str, Any] = {
     "reward.api.monitor.labels": "labels.jsonl", "algorithm.subtract_group_mean": True,
     "critic.lam": 0.5, "algorithm.gamma_piece": 0.5, "algorithm.lam_piece": 0.5,
     "critic.model.freeze_attention": True, "model.float32_head": True,
-    "reward.api.place": "line", "critic.pretrain_until": 0.5, "trainer.on_hacking": "stop",
+    "reward.api.place": "line", "reward.rule_place": True, "critic.pretrain_until": 0.5, "trainer.on_hacking": "stop",
     "trainer.stop_on_hacking": True,
     "trainer.store": "file:///srv/run",
     "environment.path": "game.py:Game", "environment.tools": "tools.py",

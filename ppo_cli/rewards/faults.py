@@ -1,0 +1,122 @@
+"""Where a response goes wrong, as far as a rule is certain: a wrong equation, a line that raises.
+
+What a response loses is placed there, in three pieces: what is before the fault, it, and what is
+after it. Without a certain place the score belongs to the end, as ever.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import replace
+from fractions import Fraction
+
+from ppo_cli.records import PlacedReward, Score
+
+Span = tuple[int, int]
+
+MAX_CHARS = 100  # of the left side of an equation
+NEAR = 200  # characters around it that are read
+_NUMBER = r"(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)"
+_EQUATION = re.compile(
+    rf"(?P<left>[.(\d$€£][\d \t.,$€£()x+*/×÷−–-]{{0,{MAX_CHARS}}})={{1,2}}[ \t]*"
+    rf"(?P<right>[$€£]?[-−]?[$€£]?{_NUMBER})"
+    r"(?!\w|[ \t]*(?:[-+*/×÷−–^%°:(]|\\[^\])\\])|[ \t]+(?:x )?[\d$]|[,.]\d)"
+)
+# What stands in front of the left side makes it a part of something else.
+_PART = re.compile(
+    r"[\w.^)\]}%:'\\*/+×÷−–-]$"
+    r"|(?:[\d^)\]}%*/+×÷−–\\-]|(?<!\w)[a-zA-Z]|\b(?:by|times|plus|minus))[ \t]+$"
+    r"|(?:\d[ \t]+and|(?:%|half|third|thirds|quarter|quarters)[ \t]+of)[ \t]+$"
+)
+_ITEM = re.compile(r"(?:^|\n)[ \t]*(?:[-–*•]|\(?\d{1,3}[.)])[ \t]+$")  # the mark of a list
+_FIRST_ITEM = re.compile(r"\(?\d{1,3}[.)][ \t]+(?=[(\d$€£])")
+_TWO_QUOTIENTS = re.compile(r"[/÷][ \t$]*[\d.]+[ \t]*[/÷]")  # 3 / 1/4 is meant in two ways
+# Other arithmetic, or a text about mistakes.
+_DOUBT = re.compile(r"\b(?:mod|base|remainder|wrong|incorrect|mistake|not)\b|n[’']t\b|≠", re.I)
+_SIGNS = str.maketrans({"×": "*", "÷": "/", "−": "-", "–": "-", **dict.fromkeys("$€£", " ")})
+_LATEX = re.compile(r"\\(times|cdot|div|\$)")
+
+
+def find_wrong_equation(text: str, _: Score) -> Span | None:
+    """Return the first equation of numbers that does not hold, None without one.
+
+    A quotient, or a calculation with decimals, may be rounded or cut off on the right side.
+    """
+    signs = {"times": "*", "cdot": "*", "div": "/", "$": " "}
+    text = _LATEX.sub(lambda match: signs[match[1]].ljust(len(match[0])), text)
+    for match in _EQUATION.finditer(text):
+        left = match["left"]
+        if item := _FIRST_ITEM.match(left):
+            left = left[item.end() :]
+        while left.startswith("(") and left.count("(") > left.count(")"):
+            left = left[1:]
+        start = match.end("left") - len(left)
+        before, after = text[max(0, start - NEAR) : start], text[start : match.end() + NEAR]
+        line = before.rpartition("\n")[2] + after.partition("\n")[0]
+        value = _calculate(left)
+        if value is None or _TWO_QUOTIENTS.search(left) or _DOUBT.search(line):
+            continue
+        if _PART.search(before) and not _ITEM.search(before):
+            continue
+        written = re.sub(r"[^\d.-]", "", match["right"].translate(_SIGNS))
+        rounded = "/" in left.translate(_SIGNS) or "." in left
+        unit = Fraction(1, 10 ** len(written.partition(".")[2])) if rounded else Fraction(0)
+        right, money = Fraction(written), any(sign in match[0] for sign in "$€£")
+        if right == value or (money and value in (100 * right, right / 100)):  # cents
+            continue
+        if abs(value - right) >= unit:
+            return start, match.end()
+    return None
+
+
+def _calculate(text: str) -> Fraction | None:
+    """Return the value of a calculation of numbers; None of anything else."""
+    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text.translate(_SIGNS)).strip()
+    text = re.sub(r"(?<=[\d)])([ \t]*)x(?=[ \t]*[\d(.])", r"\1*", text)
+    try:
+        tree = ast.parse(text, mode="eval").body
+        return _evaluate(tree, text) if isinstance(tree, ast.BinOp) else None
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return None
+
+
+def _evaluate(node: ast.expr, text: str) -> Fraction:
+    match node:
+        case ast.Constant(value=int() | float()):
+            return Fraction(ast.get_source_segment(text, node) or "")
+        case ast.UnaryOp(op=ast.USub()):
+            return -_evaluate(node.operand, text)
+        case ast.BinOp(op=ast.Add()):
+            return _evaluate(node.left, text) + _evaluate(node.right, text)
+        case ast.BinOp(op=ast.Sub()):
+            return _evaluate(node.left, text) - _evaluate(node.right, text)
+        case ast.BinOp(op=ast.Mult()):
+            return _evaluate(node.left, text) * _evaluate(node.right, text)
+        case ast.BinOp(op=ast.Div()):
+            return _evaluate(node.left, text) / _evaluate(node.right, text)
+    raise ValueError
+
+
+def find_raising_line(text: str, score: Score) -> Span | None:
+    """Return the line at which the first test failed by an error, if it is there once."""
+    line = score.info.get("line")
+    if not line:
+        return None
+    spans = [m.span() for m in re.finditer(rf"(?m)^[ \t]*{re.escape(line)}[ \t\r]*$", text)]
+    return spans[0] if len(spans) == 1 else None
+
+
+def place_loss(score: Score, text: str, fault: Span) -> Score:
+    """Return a score v in [0, 1] with v - 1 at a fault of the text, and 1/n at each of n pieces.
+
+    So they add up to v, and what is not the fault earns what it earns in a right response.
+    """
+    start, end = fault
+    ends = [start] if text[:start].strip() else []
+    ends += [end, len(text)] if text[end:].strip() else [len(text)]
+    at = ends.index(end) if end in ends else len(ends) - 1
+    share = 1 / len(ends)
+    values = [share + (score.number - 1) * (number == at) for number in range(len(ends))]
+    steps = tuple(PlacedReward(*place) for place in zip(ends, values, strict=True))
+    return replace(score, steps=steps)
