@@ -19,8 +19,8 @@ MAX_CHARS = 100  # of the left side of an equation
 NEAR = 200  # characters around it that are read
 _NUMBER = r"(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)"
 _EQUATION = re.compile(
-    rf"(?P<left>[.(\d$€£][\d \t.,$€£()x+*/×÷−–-]{{0,{MAX_CHARS}}})={{1,2}}[ \t]*"
-    rf"(?P<right>[$€£]?[-−]?[$€£]?{_NUMBER})"
+    rf"(?P<formula>[.(\d$€£][\d \t.,$€£()x+*/×÷−–-]{{0,{MAX_CHARS}}})={{1,2}}[ \t]*"
+    rf"(?P<result>[$€£]?[-−]?[$€£]?{_NUMBER})"
     r"(?!\w|[ \t]*(?:[-+*/×÷−–^%°:(]|\\[^\])\\])|[ \t]+(?:x )?[\d$]|[,.]\d)"
 )
 # What stands in front of the left side makes it a part of something else.
@@ -46,21 +46,21 @@ def find_wrong_equation(text: str, _: Score) -> Span | None:
     signs = {"times": "*", "cdot": "*", "div": "/", "$": " "}
     text = _LATEX.sub(lambda match: signs[match[1]].ljust(len(match[0])), text)
     for match in _EQUATION.finditer(text):
-        left = match["left"]
-        if item := _FIRST_ITEM.match(left):
-            left = left[item.end() :]
-        while left.startswith("(") and left.count("(") > left.count(")"):
-            left = left[1:]
-        start = match.end("left") - len(left)
+        formula = match["formula"]
+        if item := _FIRST_ITEM.match(formula):
+            formula = formula[item.end() :]
+        while formula.startswith("(") and formula.count("(") > formula.count(")"):
+            formula = formula[1:]
+        start = match.end("formula") - len(formula)
         before, after = text[max(0, start - NEAR) : start], text[start : match.end() + NEAR]
         line = before.rpartition("\n")[2] + after.partition("\n")[0]
-        value = _calculate(left)
-        if value is None or _TWO_QUOTIENTS.search(left) or _DOUBT.search(line):
+        value = _calculate(formula)
+        if value is None or _TWO_QUOTIENTS.search(formula) or _DOUBT.search(line):
             continue
         if _PART.search(before) and not _ITEM.search(before):
             continue
-        written = re.sub(r"[^\d.-]", "", match["right"].translate(_SIGNS))
-        rounded = "/" in left.translate(_SIGNS) or "." in left
+        written = re.sub(r"[^\d.-]", "", match["result"].translate(_SIGNS))
+        rounded = "/" in formula.translate(_SIGNS) or "." in formula
         unit = Fraction(1, 10 ** len(written.partition(".")[2])) if rounded else Fraction(0)
         right, money = Fraction(written), any(sign in match[0] for sign in "$€£")
         if right == value or (money and value in (100 * right, right / 100)):  # cents
