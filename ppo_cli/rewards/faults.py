@@ -7,7 +7,9 @@ after it. Without a certain place the score belongs to the end, as ever.
 from __future__ import annotations
 
 import ast
+import operator
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 
@@ -35,6 +37,9 @@ _TWO_QUOTIENTS = re.compile(r"[/÷][ \t$]*[\d.]+[ \t]*[/÷]")  # 3 / 1/4 is mean
 # Other arithmetic, or a text about mistakes.
 _DOUBT = re.compile(r"\b(?:mod|base|remainder|wrong|incorrect|mistake|not)\b|n[’']t\b|≠", re.I)
 _SIGNS = str.maketrans({"×": "*", "÷": "/", "−": "-", "–": "-", **dict.fromkeys("$€£", " ")})
+_OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+}  # fmt: skip
 _LATEX = re.compile(r"\\(times|cdot|div|\$)")
 
 
@@ -87,14 +92,9 @@ def _evaluate(node: ast.expr, text: str) -> Fraction:
             return Fraction(ast.get_source_segment(text, node) or "")
         case ast.UnaryOp(op=ast.USub()):
             return -_evaluate(node.operand, text)
-        case ast.BinOp(op=ast.Add()):
-            return _evaluate(node.left, text) + _evaluate(node.right, text)
-        case ast.BinOp(op=ast.Sub()):
-            return _evaluate(node.left, text) - _evaluate(node.right, text)
-        case ast.BinOp(op=ast.Mult()):
-            return _evaluate(node.left, text) * _evaluate(node.right, text)
-        case ast.BinOp(op=ast.Div()):
-            return _evaluate(node.left, text) / _evaluate(node.right, text)
+        case ast.BinOp() if type(node.op) in _OPERATORS:
+            operate = _OPERATORS[type(node.op)]
+            return operate(_evaluate(node.left, text), _evaluate(node.right, text))
     raise ValueError
 
 
