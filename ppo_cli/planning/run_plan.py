@@ -138,6 +138,8 @@ def make_plan(resolved: Resolved, findings: tuple[Finding, ...] | None = None) -
     shortages = find_disk_shortage(disk, config.trainer.output_dir)
     findings += tuple(Finding(("trainer.output_dir",), text, "remark") for text in shortages)
     notes = [*resolved.notes, *(finding.text for finding in findings)]
+    reason = fitted.why.get("algorithm.adv_estimator", "as set")
+    advantages = f"advantages: {config.algorithm.adv_estimator} ({reason})"
     return RunPlan(
         resolved,
         config,
@@ -145,7 +147,7 @@ def make_plan(resolved: Resolved, findings: tuple[Finding, ...] | None = None) -
         placement_of(config),
         {k: (_to_plain(value_of(config, k)), origin) for k, origin in resolved.origins.items()},
         sums,
-        tuple(describe_arithmetic(sums)),
+        (*describe_arithmetic(sums), advantages),
         findings,
         tuple(dict.fromkeys(redact(note) for note in notes)),
         reward_plan(config.reward, sums["reward_calls"]),

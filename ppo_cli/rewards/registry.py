@@ -21,7 +21,7 @@ from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.errors import RewardError
 from ppo_cli.rewards.base import HostMaker, InProcess, Reward
 from ppo_cli.rewards.rule_reward import RuleReward
-from ppo_cli.rewards.rules import check_sources, get_rule
+from ppo_cli.rewards.rules import check_sources, choose_rule
 
 
 def build_reward(
@@ -121,7 +121,7 @@ def _rules(settings: RewardSettings, sources: Collection[str]) -> Reward:
             timeout=settings.timeout,
             num_workers=settings.num_workers,
         )
-    rule = None if settings.rule is None else get_rule(settings.rule)
+    rule = choose_rule(settings)
     if rule is None:
         check_sources(sources)
     return RuleReward(

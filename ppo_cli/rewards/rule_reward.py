@@ -13,7 +13,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from ppo_cli.config.schema.reward import Code
-from ppo_cli.errors import RewardError, did_you_mean
 from ppo_cli.records import Part, Prompt, Rollout, Score
 from ppo_cli.rewards.base import (
     Call,
@@ -93,7 +92,6 @@ class RuleReward(Reward):
         self._place = place
         self._pools: dict[str, WorkerPool | CodePool] = {}
         self._closed = False
-        _check_settings(rule, self._settings)
 
     def start(
         self, prompts: Sequence[Prompt], *, patient: bool = False, tell: Tell = tell_nobody
@@ -169,22 +167,3 @@ class RuleReward(Reward):
         self._closed = True
         for pool in self._pools.values():
             pool.close()
-
-
-def _check_settings(rule: Rule | None, settings: Mapping[str, Any]) -> None:
-    """Raise RewardError for function_kwargs without a rule, or which the rule lacks."""
-    if not settings:
-        return
-    if rule is None:
-        raise RewardError(
-            "reward.function_kwargs belong to --reward_function FILE:NAME or --rule NAME, "
-            "but neither is set."
-        )
-    for name in settings:
-        if name not in rule.settings:
-            names = ", ".join(rule.settings) or "none"
-            hint = did_you_mean(name, rule.settings)
-            raise RewardError(
-                f"reward.function_kwargs.{name}: the rule {rule.name} has no such setting.{hint} "
-                f"Known: {names}."
-            )

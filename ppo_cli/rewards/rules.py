@@ -19,6 +19,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any
 
+from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.errors import RewardError, did_you_mean, shorten
 from ppo_cli.plugins import entry_points, find_plugin, load
 from ppo_cli.processes.user_code import describe_error
@@ -403,6 +404,40 @@ def get_rule(name: str) -> Rule:
         return rule
     # A function may hang: worker processes call it.
     return Rule(name, _leave_to_worker, f"what {name} scores", in_worker=rule, has_answer=False)
+
+
+def choose_rule(settings: RewardSettings) -> Rule | None:
+    """Return the rule of all rows, None if each row's data_source chooses one.
+
+    Raises RewardError if it is unknown, or lacks a setting that is set.
+    """
+    if settings.rule is None:
+        if settings.function_kwargs:
+            raise RewardError(
+                "reward.function_kwargs belong to --reward_function FILE:NAME or --rule NAME, "
+                "but neither is set."
+            )
+        return None
+    rule = get_rule(settings.rule)
+    for name in settings.function_kwargs:
+        if name not in rule.settings:
+            names = ", ".join(rule.settings) or "none"
+            hint = did_you_mean(name, rule.settings)
+            raise RewardError(
+                f"reward.function_kwargs.{name}: the rule {rule.name} has no such setting.{hint} "
+                f"Known: {names}."
+            )
+    return rule
+
+
+def check_places(rules: Sequence[RewardSettings]) -> None:
+    """Raise RewardError if none of these rules knows a place where a response goes wrong."""
+    if all(rule.rule is not None and get_rule(rule.rule).find_fault is None for rule in rules):
+        names = ", ".join(name for name, other in RULES.items() if other.find_fault)
+        raise RewardError(
+            "--rule_place: no rule of this run knows where a response goes wrong. Use one of "
+            f"{names}, or leave --rule_place out."
+        )
 
 
 def runs_code(rule: Rule | None, prompts: Sequence[Prompt]) -> bool:

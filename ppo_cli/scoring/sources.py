@@ -36,10 +36,15 @@ def file_checks(settings: RewardSettings) -> Iterator[Callable[[], object]]:
     for rule in rules_of(settings):
         if rule.function is not None:
             yield partial(_check_function, rule.function, rule.function_kwargs)
-        elif rule.rule is not None:
-            from ppo_cli.rewards.rules import get_rule
+        else:
+            from ppo_cli.rewards.rules import choose_rule
 
-            yield partial(get_rule, rule.rule)
+            yield partial(choose_rule, rule)
+    if settings.rule_place:
+        from ppo_cli.rewards.rules import check_places
+
+        built_in = [rule for rule in rules_of(settings) if rule.function is None]
+        yield partial(check_places, built_in)
     # Judges: the prompt, the criteria, the prices, and the labelled responses of a monitor.
     for judge in judges_of(settings):
         from ppo_cli.rewards.judge.prompt import load_template, rubric_reader

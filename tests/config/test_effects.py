@@ -18,7 +18,15 @@ DECISION = f"{JUDGE} reward.api.mode=decision reward.api.type=openai"
 # What else must be set for a condition to apply, as well as OFF.
 NEEDED = {
     **dict.fromkeys(
-        ("no_monitor", "no_labels", "no_cascade", "no_other_judge", "judge_elsewhere", "no_rule"),
+        (
+            "no_monitor",
+            "no_labels",
+            "no_cascade",
+            "no_other_judge",
+            "judge_elsewhere",
+            "no_rule",
+            "no_built_in_rule",
+        ),
         JUDGE,
     ),
     **dict.fromkeys(("no_rubric", "no_comparison", "none_held_out"), JUDGE),

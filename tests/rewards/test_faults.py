@@ -6,10 +6,12 @@ import time
 
 import pytest
 
+from ppo_cli.config.schema.reward import Reward as Settings
+from ppo_cli.errors import RewardError
 from ppo_cli.records import Score
 from ppo_cli.rewards.faults import find_raising_line, find_wrong_equation, place_loss
 from ppo_cli.rewards.rule_reward import RuleReward
-from ppo_cli.rewards.rules import RULES
+from ppo_cli.rewards.rules import RULES, check_places
 from tests.rewards.scoring import make_rollout
 
 ZERO = Score(0.0)
@@ -123,8 +125,13 @@ def test_rules_place_what_is_certain_if_they_are_asked_to() -> None:
     steps = placing.submit(rollout).result().steps
     assert [step.end for step in steps] == [start, end, len(text)]
     assert plain.submit(rollout).result().steps == ()
-    # Right, without a certain fault, or by a rule that knows of none.
+    # Right, or without a certain fault.
     assert placing.submit(make_rollout("3*4 = 13\n#### 12", "12")).result().steps == ()
     assert placing.submit(make_rollout("#### 13", "12")).result().steps == ()
-    exact = RuleReward(RULES["exact"], place=True)
-    assert exact.submit(make_rollout("3*4 = 13", "12")).result().steps == ()
+    # By a rule that knows of none: chosen by a row, or for all.
+    exact = make_rollout("3*4 = 13", "12", "exact")
+    assert RuleReward(place=True).submit(exact).result().steps == ()
+    check_places([Settings(rule="exact"), Settings(rule="gsm8k")])
+    check_places([Settings()])
+    with pytest.raises(RewardError, match=r"no rule .* gsm8k, number"):
+        check_places([Settings(rule="exact"), Settings(rule="length")])

@@ -872,7 +872,7 @@ class Reward(Section):
     rule_place: bool = setting(
         False, "A rule takes reward away where the response goes wrong, if that is certain: at the "
         "first equation that does not hold (gsm8k, number, arithmetic, math), or at the line that "
-        "raises (code).", flag="--rule_place", unused="no_rule",
+        "raises (code).", flag="--rule_place", unused="no_built_in_rule",
     )  # fmt: skip
     timeout: float = setting(
         10.0, "Maximum seconds of a rule or function for one row.", gt=0.0, identity="start",

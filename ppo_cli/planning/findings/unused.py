@@ -103,6 +103,11 @@ UNUSED: Final[dict[str, Unused]] = {
         "no rule runs code in this run; set --rule code, or leave it out",
         lambda c: _runs_no_code(c.reward),
     ),
+    "no_built_in_rule": Unused(
+        "no built-in rule scores this run; functions and judges place rewards themselves, so leave "
+        "it out",
+        lambda c: all(rules.function is not None for rules in rules_of(c.reward)),
+    ),
     "judge_elsewhere": Unused(
         "the run starts no judge; set --rm_api_type local, or leave it out",
         _all_judges(lambda api: api.type != "local"),
