@@ -19,6 +19,7 @@ Span = tuple[int, int]
 
 MAX_CHARS = 100  # of the left side of an equation
 NEAR = 200  # characters around it that are read
+SHOWN_CHARS = 80  # of a fault
 _NUMBER = r"(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)"
 _EQUATION = re.compile(
     rf"(?P<formula>[.(\d$€£][\d \t.,$€£()x+*/×÷−–-]{{0,{MAX_CHARS}}})={{1,2}}[ \t]*"
@@ -119,4 +120,5 @@ def place_loss(score: Score, text: str, fault: Span) -> Score:
     share = 1 / len(ends)
     values = [share + (score.number - 1) * (number == at) for number in range(len(ends))]
     steps = tuple(PlacedReward(*place) for place in zip(ends, values, strict=True))
-    return replace(score, steps=steps)
+    fault_text = text[start:end].strip()[:SHOWN_CHARS]
+    return replace(score, steps=steps, info={**score.info, "fault": fault_text})

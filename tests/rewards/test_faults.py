@@ -122,8 +122,9 @@ def test_rules_place_what_is_certain_if_they_are_asked_to() -> None:
     rollout = make_rollout(text, "12")
     start, end = text.index("3*4"), text.index(", so")
     placing, plain = RuleReward(RULES["gsm8k"], place=True), RuleReward(RULES["gsm8k"])
-    steps = placing.submit(rollout).result().steps
-    assert [step.end for step in steps] == [start, end, len(text)]
+    score = placing.submit(rollout).result()
+    assert [step.end for step in score.steps] == [start, end, len(text)]
+    assert score.info["fault"] == "3*4 = 13"
     assert plain.submit(rollout).result().steps == ()
     # Right, or without a certain fault.
     assert placing.submit(make_rollout("3*4 = 13\n#### 12", "12")).result().steps == ()
