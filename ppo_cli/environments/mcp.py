@@ -28,6 +28,7 @@ START_S = 30.0  # a server has this long to start again
 SPARES = 4  # servers kept, or started at once, for calls asked again; one that hangs lets others go
 # For a server that answers no call to list its tools, and to end after an answer.
 LOOK_S = 0.5
+REST_S = 0.1  # from an answer of a spare to its next call: it may end or stop after an answer
 EXIT_S = 2.0  # for a server to end after its stdin is closed, and again after SIGTERM
 CHUNK_BYTES, MAX_PARTS = 1 << 16, 1_000  # read at once; of a result
 MAX_STARTS = 4  # where a message is looked for in a line that is not one
@@ -36,6 +37,7 @@ MAX_LINE, ID_BYTES = 8 << 20, 200  # bytes of a message, and those at its ends t
 ID_AT_START = re.compile(rb'\s*\{\s*(?:"jsonrpc"\s*:\s*"2\.0"\s*,\s*)?"id"\s*:\s*(\d+)')
 ID_AT_END = re.compile(rb'"id"\s*:\s*(\d+)\s*(?:,\s*"jsonrpc"\s*:\s*"2\.0"\s*)?\}\s*$')
 MESSAGE = re.compile(rb'\{\s*"(?:jsonrpc|result|error|id)"\s*:')  # where one may begin in a line
+STRIDE = 1_000_003  # between ids on the wire: an answer whose id is off by a few is nobody's
 TOO_LONG = b"""{"jsonrpc": "2.0", "id": %s, "error": {
     "code": -32000, "message": "the answer has more than 8 MiB"}}"""
 
@@ -218,6 +220,7 @@ class Server:
             except BaseException:
                 spare.close()
                 raise
+            await asyncio.sleep(REST_S)
             self._keep(spare)
             return result
 
@@ -353,6 +356,8 @@ async def open_server(
                     for start in (0, *itertools.islice(filter(None, starts), MAX_STARTS)):
                         with contextlib.suppress(ValueError, RecursionError):
                             fields = json.loads(text[start:])
+                            if isinstance(fields, dict) and "method" not in fields:
+                                fields["id"] = _read_id(fields.get("id"))
                             message = types.validate_python(fields, by_name=False)
                             # A server that prints what it received does not ask us.
                             if start and "method" in fields:
@@ -375,8 +380,12 @@ async def open_server(
         # A server that reads no more has ended, even if it still writes.
         with received, to_send, contextlib.suppress(*closed):
             async for request in to_send:
-                text = request.message.model_dump_json(by_alias=True, exclude_unset=True)
-                stdin.write(text.encode() + b"\n")
+                fields = request.message.model_dump(mode="json", by_alias=True, exclude_unset=True)
+                if "method" in fields and "id" in fields:
+                    fields["id"] *= STRIDE
+                if fields.get("method") == "notifications/cancelled":
+                    fields["params"]["requestId"] *= STRIDE
+                stdin.write(json.dumps(fields).encode() + b"\n")
                 await stdin.drain()
 
     tasks = [asyncio.ensure_future(read()), asyncio.ensure_future(write())]
@@ -397,6 +406,15 @@ async def open_server(
         await asyncio.wait(tasks, timeout=EXIT_S)
         for task in tasks:
             task.cancel()
+
+
+def _read_id(written: Any) -> Any:
+    """Return the id of the request that an answer is for; as it is, that of none."""
+    try:
+        number, rest = divmod(int(written), STRIDE)
+    except (TypeError, ValueError, OverflowError):
+        return written
+    return written if rest else number
 
 
 def _read_block(block: Any) -> str:

@@ -599,7 +599,7 @@ def test_a_call_that_ends_its_mcp_server_is_run_again_only_if_others_may_have_en
 
 ODD_SERVER = r"""
 import json, os, socket, sys, time
-WAYS = ("flood", "long", "records", "half", "plain", "deaf", "stop")
+WAYS = ("flood", "long", "records", "half", "plain", "deaf", "stop", "stray")
 port = sys.argv[1:] and socket.create_server(("127.0.0.1", int(sys.argv[1])))
 for line in sys.stdin:
     request = json.loads(line)
@@ -623,6 +623,9 @@ for line in sys.stdin:
     answer = {"jsonrpc": "2.0", "id": request["id"], "result": result}
     if way == "records":
         answer = dict(reversed(answer.items()))
+    if way == "stray":  # the answer to the next request, before it is read
+        text = {"content": [{"type": "text", "text": "of another call"}]}
+        print(json.dumps({**answer, "id": request["id"] + 1, "result": text}), flush=True)
     if way == "half":
         print(json.dumps(answer)[:40] + "and a print", end="", flush=True)
         continue
@@ -641,12 +644,12 @@ def test_an_mcp_server_that_floods_or_reads_no_more_harms_no_other_call(
     (tmp_path / "server.py").write_text(ODD_SERVER)
     command = shlex.join([sys.executable, f"{tmp_path}/server.py"])
     pool = start(mcp=(command,), num_workers=1, timeout=5.0)
-    ways = ("flood", "long", "records", "plain", "deaf", "plain", "plain")
+    ways = ("flood", "long", "records", "stray", "plain", "deaf", "plain", "plain")
     open_episodes(pool, *map(str, range(len(ways))))
     waiting = [pool.step(str(i), make_message((way, {}))) for i, way in enumerate(ways)]
     answers = [reply.result(200).messages[0]["content"] for reply in waiting]
     assert {answers.pop(1), answers.pop(1)} == {"Error: the answer has more than 8 MiB"}
-    assert answers == ["done"] * 5
+    assert answers == ["done"] * 6
     # Half a message and a print in front of an answer do not hide it.
     waiting = [
         pool.step(str(i), make_message((way, {})))
