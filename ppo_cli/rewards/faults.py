@@ -20,7 +20,8 @@ Span = tuple[int, int]
 MAX_CHARS = 100  # of the left side of an equation
 NEAR = 200  # characters around it that are read
 SHOWN_CHARS = 80  # of a fault
-_NUMBER = r"(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)"
+# Python refuses to read numbers of thousands of digits.
+_NUMBER = r"(?:\d{1,30}(?:,\d{3}){0,9}(?:\.\d{1,30})?|\.\d{1,30})"
 _EQUATION = re.compile(
     rf"(?P<formula>[.(\d$€£][\d \t.,$€£()x+*/×÷−–-]{{0,{MAX_CHARS}}})={{1,2}}[ \t]*"
     rf"(?P<result>[$€£]?[-−]?[$€£]?{_NUMBER})"
