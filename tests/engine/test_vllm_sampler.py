@@ -70,7 +70,7 @@ def owner_of(folder: Path) -> int | None:
     """The process that claimed the folder: others run, and are killed, beside this test."""
     try:
         return int((folder / OWNER).read_text().split()[-1])
-    except FileNotFoundError:  # not claimed yet, or gone by now
+    except (FileNotFoundError, PermissionError):  # not claimed yet, gone by now, or of another user
         return None
 
 
