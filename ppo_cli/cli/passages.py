@@ -18,7 +18,7 @@ def list_passages(line: Mapping[str, Any]) -> list[str]:
 
     A passage ends at a reward, or where the advantage changes. [] where the tokens were not kept,
     are damaged, or are not those of the text, which may hide a secret; and with less than two
-    rewards.
+    rewards or places.
     """
     details, text = line.get("token_details") or {}, line.get("response")
     text = details.get("text", text)
@@ -30,7 +30,8 @@ def list_passages(line: Mapping[str, Any]) -> list[str]:
         return []
     if not lengths or not isinstance(text, str) or sum(lengths) != len(text):
         return []
-    if sum(reward != 0 for reward in rewards) < 2:
+    # A piece that earns nothing is a piece.
+    if len(line.get("places") or ()) < 2 and sum(reward != 0 for reward in rewards) < 2:
         return []
     ends = [
         k + 1

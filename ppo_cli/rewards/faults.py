@@ -29,15 +29,20 @@ _EQUATION = re.compile(
 )
 # What stands in front of the left side makes it a part of something else.
 _PART = re.compile(
-    r"[\w.^)\]}%:'\\*/+×÷−–-]$"
+    r"[\w.^)\]}%:'\\*/+×÷−–√-]$"
     r"|(?:[\d^)\]}%*/+×÷−–\\-]|(?<!\w)[a-zA-Z]|\b(?:by|times|plus|minus))[ \t]+$"
+    r"|\b(?:log|ln|lg|sin|cos|tan|sqrt|root)[ \t]+$"
     r"|(?:\d[ \t]+and|(?:%|half|third|thirds|quarter|quarters)[ \t]+of)[ \t]+$"
 )
 _ITEM = re.compile(r"(?:^|\n)[ \t]*(?:[-–*•]|\(?\d{1,3}[.)])[ \t]+$")  # the mark of a list
 _FIRST_ITEM = re.compile(r"\(?\d{1,3}[.)][ \t]+(?=[(\d$€£])")
 _TWO_QUOTIENTS = re.compile(r"[/÷][ \t$]*[\d.]+[ \t]*[/÷]")  # 3 / 1/4 is meant in two ways
 # Other arithmetic, or a text about mistakes.
-_DOUBT = re.compile(r"\b(?:mod|base|remainder|wrong|incorrect|mistake|not)\b|n[’']t\b|≠", re.I)
+_DOUBT = re.compile(
+    r"\b(?:mod\w*|base|binary|octal|hex\w*|clock|remainder|wrong|incorrect|mistake|not)\b"
+    r"|n[’']t\b|≠|\d\.\d{3}(?!\d)",  # 1.000 may be a thousand
+    re.I,
+)
 _SIGNS = str.maketrans({"×": "*", "÷": "/", "−": "-", "–": "-", **dict.fromkeys("$€£", " ")})
 _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
@@ -70,7 +75,8 @@ def find_wrong_equation(text: str, _: Score) -> Span | None:
         rounded = "/" in formula.translate(_SIGNS) or "." in formula
         unit = Fraction(1, 10 ** len(written.partition(".")[2])) if rounded else Fraction(0)
         right, money = Fraction(written), any(sign in match[0] for sign in "$€£")
-        if right == value or (money and value in (100 * right, right / 100)):  # cents
+        # Cents, and a distance such as 2020-2024.
+        if abs(right) == abs(value) or (money and value in (100 * right, right / 100)):
             continue
         if abs(value - right) >= unit:
             return start, match.end()

@@ -94,7 +94,8 @@ def split_text(
 ) -> list[str]:
     """Split a response's text into the pieces that its tokens add; joined they are the text.
 
-    A character of several tokens belongs to the last of them. End tokens add nothing.
+    A character of several tokens belongs to the last of them. End tokens add nothing, but for those
+    between turns.
     """
     pieces: list[str] = []
     ids, done = (*prompt_ids, *token_ids), 0
@@ -103,6 +104,10 @@ def split_text(
         piece = decode_piece(decode, ids[place])
         if not piece or "\ufffd" in piece or not text.startswith(piece, done):
             piece = decode(ids[place : place + 1], ids[:place])
+            if not piece:  # the end of a turn, which is decoded in front of other tokens alone
+                both = decode(ids[place : place + 2], ids[:place])
+                following = decode(ids[place + 1 : place + 2], ids[: place + 1])
+                piece = both.removesuffix(following) if following else ""
             piece = piece[: count_shared(piece, text[done:])]
         pieces.append(piece)
         done += len(piece)

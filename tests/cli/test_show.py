@@ -169,6 +169,11 @@ def test_placed_rewards_and_advantages_are_shown_by_passage() -> None:
     assert "  +0.50  +1.00  A b.\n  +0.25  -2.00  C." in text
     assert f"{ABOVE}{BOLD}A b.{PLAIN}" in format_rollout(line)
     assert f"{BELOW}{BOLD}C.{PLAIN}" in format_rollout(line)
+    # A piece that earns nothing is shown too.
+    lone = base64.b64encode(struct.pack("<4e", 0, 0.75, 0, 0)).decode()
+    line["token_details"] = details | {"reward": lone}
+    assert "advantages" not in format_rollout(line)
+    assert "advantages" in format_rollout({**line, "places": [[4, 0.75], [8, 0.0]]})
     for damage in ({"reward": 0.0}, {"lengths": "2 x"}, {"reward": "AAAA"}, {"advantage": None}):
         line["token_details"] = details | damage
         assert "advantages" not in format_rollout(line)

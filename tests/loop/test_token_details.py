@@ -102,6 +102,23 @@ def test_pieces_join_to_the_response_and_each_is_what_its_token_adds(
         assert size == most or set(text[min(most, size) : max(most, size)]) == {"\ufffd"}
 
 
+# The slow decoder puts blanks beside a special token, which depend on the tokens around it.
+@pytest.mark.parametrize("kind", sorted({*KINDS} - {"slow pieces"}))
+def test_the_end_of_a_turn_has_its_text_and_what_follows_its_own(kind: str) -> None:
+    tokenizer = KINDS[kind]()
+    turns = encode(tokenizer, "One é."), encode(tokenizer, "\nTwo words"), encode(tokenizer, "\n3")
+    end = tokenizer.eos_token_id
+    ids = [*turns[0], end, *turns[1], end, *turns[2], end]
+    decode = partial(decode_text, tokenizer)
+    text = decode(ids, [])
+    pieces = split_text(text, ids, [], decode)
+    assert "".join(pieces) == text and len(pieces) == len(ids) and pieces[-1] == ""
+    first, second = len(turns[0]), len(turns[0]) + 1 + len(turns[1])
+    assert pieces[first] and pieces[second]
+    assert "".join(pieces[:first]).strip() == decode(turns[0], []).strip()
+    assert "".join(pieces[first + 1 : second]).strip() == decode(turns[1], ids[: first + 1]).strip()
+
+
 def test_numbers_are_those_that_trained() -> None:
     """Under padding, whitening, rewards within a response, and a response without a score."""
     rollouts = sample([5, 9, 3, 1])

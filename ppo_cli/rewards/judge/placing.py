@@ -46,7 +46,7 @@ _MARKS = str.maketrans("“”„‘’", '"""\'\'')
 _LINE = re.compile(r"\n\s*")
 # A step is a paragraph, or begins with its number or a bullet of a list.
 _STEP = re.compile(
-    r"\n[ \t]*\n\s*"
+    r"\n[ \t\r]*\n\s*"
     r"|\n(?=[ \t]*+(?:[*#]{0,3}[ \t]*(?:step|schritt|étape|paso)\b|\(?\d{1,3}[.):]\s))",
     re.I,
 )

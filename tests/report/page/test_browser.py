@@ -354,7 +354,7 @@ def test_a_label_is_shown_beside_its_response_only(browser: Any, tmp_path: Path)
         for row, click in enumerate(("good", "bad")):
             script = "document.querySelectorAll('#table tbody tr')[arguments[0]].click()"
             browser.execute_script(script, row)
-            until(lambda n=row: f"train:{n} #0" in texts(browser, "#pane p")[0])
+            until(lambda n=row: f"train:{n} #0" in "".join(texts(browser, "#pane p")[:1]))
             script = "document.querySelectorAll('#label button')[arguments[0]].click()"
             browser.execute_script(script, ("good", "bad").index(click))
             until(lambda n=row: len(labelled(browser)) == n + 1)
