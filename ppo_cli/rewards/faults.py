@@ -29,9 +29,10 @@ _EQUATION = re.compile(
 )
 # What stands in front of the left side makes it a part of something else.
 _PART = re.compile(
-    r"[\w.^)\]}%:'\\*/+×÷−–√-]$"
-    r"|(?:[\d^)\]}%*/+×÷−–\\-]|(?<!\w)[a-zA-Z]|\b(?:by|times|plus|minus))[ \t]+$"
-    r"|\b(?:log|ln|lg|sin|cos|tan|sqrt|root)[ \t]+$"
+    r"[\w.^)\]}%:'\\*/+×÷−–√∛∜?#-]$"
+    r"|(?:[\d^)\]}%*/+×÷−–\\·⋅∙∑-]|(?<!\w)[a-zA-Z]|\b(?:by|times|plus|minus))\s+$"
+    r"|\b(?i:log|ln|lg|sin|cos|tan|sqrt|root|twice|than|hour|step|day|case|part|page|chapter|angle)"
+    r"s?[ \t]+$"
     r"|(?:\d[ \t]+and|(?:%|half|third|thirds|quarter|quarters)[ \t]+of)[ \t]+$"
 )
 _ITEM = re.compile(r"(?:^|\n)[ \t]*(?:[-–*•]|\(?\d{1,3}[.)])[ \t]+$")  # the mark of a list
@@ -39,10 +40,19 @@ _FIRST_ITEM = re.compile(r"\(?\d{1,3}[.)][ \t]+(?=[(\d$€£])")
 _TWO_QUOTIENTS = re.compile(r"[/÷][ \t$]*[\d.]+[ \t]*[/÷]")  # 3 / 1/4 is meant in two ways
 # Other arithmetic, or a text about mistakes.
 _DOUBT = re.compile(
-    r"\b(?:mod\w*|base|binary|octal|hex\w*|clock|remainder|wrong|incorrect|mistake|not)\b"
-    r"|n[’']t\b|≠|\d\.\d{3}(?!\d)",  # 1.000 may be a thousand
+    r"\b(?:mod\w*|base|binary|boolean|gf|octal|hex\w*|clock|remainder|wrong|incorrect|mistake|not|false"
+    r"|impossible|contradict\w*|suppose|if|let|says|half|root of|digit|nearest|pages|cancel)\b"
+    r"|n[’']t\b|[≠?✗]|~~|\d\.\d{3}(?!\d)",  # 1.000 may be a thousand
     re.I,
 )
+# A result in another unit than what is calculated with, or one that goes on in the next line.
+_OTHER_UNIT = re.compile(
+    r"[ \t$]*(?:(?:hour|minute|second|day|week|month|year|inch|yard|mile|meter|metre|gram|pound"
+    r"|ounce|liter|litre|gallon|cent|dozen|hundred|thousand|million|billion|goal)(?:e?s)?\b"
+    r"|(?:feet|foot|per|percent|pct|prozent|[ap]\.?m|k?g|[ckm]?m|km|lbs?|oz|ml)\b|[^\x00-\x7f]|\s*[-+*/]\s*\d)",
+    re.I,
+)
+NEARLY = Fraction(1, 10**9)  # what floating-point numbers differ by
 _SIGNS = str.maketrans({"×": "*", "÷": "/", "−": "-", "–": "-", **dict.fromkeys("$€£", " ")})
 _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
@@ -78,7 +88,9 @@ def find_wrong_equation(text: str, _: Score) -> Span | None:
         # Cents, and a distance such as 2020-2024.
         if abs(right) == abs(value) or (money and value in (100 * right, right / 100)):
             continue
-        if abs(value - right) >= unit:
+        if _OTHER_UNIT.match(text[match.end() : match.end() + NEAR]):
+            continue
+        if abs(value - right) >= max(unit, NEARLY):
             return start, match.end()
     return None
 
