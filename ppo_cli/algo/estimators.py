@@ -33,7 +33,7 @@ class Estimator:
     `critic`: values; `grouped`: the other responses to the prompt; `baseline`: the score of a
     greedy response to the prompt; `parts`: named parts of the reward, and not the token rewards;
     `pieces`: it compares rewards of pieces of the responses. `scales`: it divides by a deviation,
-    unless norm_adv_by_std_in_grpo is false. `summary` is for `ppo explain`.
+    unless norm_adv_by_std_in_grpo is false. `discounts`: per token. `summary` is for `ppo explain`.
     """
 
     formula: str
@@ -44,6 +44,7 @@ class Estimator:
     parts: bool = False
     pieces: bool = False
     scales: bool = False
+    discounts: bool = False
 
     @property
     def compares_rewards(self) -> bool:
@@ -64,6 +65,7 @@ def _declare_estimator(name: str) -> Estimator:
     return Estimator(
         name, "From a package or file.", critic="values_BT" in inputs, grouped="group_B" in inputs,
         baseline="baseline_B" in inputs, parts="parts_BK" in inputs, pieces="piece_BT" in inputs,
+        discounts="gamma" in inputs,
     )  # fmt: skip
 
 
@@ -71,12 +73,14 @@ _ADVANTAGES, _PIECES = "ppo_cli.algo.advantages:", "ppo_cli.algo.piece_estimator
 # Values of `algorithm.adv_estimator`; the names are verl's.
 ESTIMATORS = Declarations(_declare_estimator, {
     "gae": Estimator(
-        _ADVANTAGES + "gae", "A critic predicts the reward at each token.", critic=True),
+        _ADVANTAGES + "gae", "A critic predicts the reward at each token.", critic=True,
+        discounts=True),
     "grpo": Estimator(
         _ADVANTAGES + "grpo", "Score minus the prompt's mean, divided by its spread.",
         grouped=True, scales=True),
     "reinforce_plus_plus": Estimator(
-        _ADVANTAGES + "reinforce_plus_plus", "Discounted reward, normalized over the batch."),
+        _ADVANTAGES + "reinforce_plus_plus", "Discounted reward, normalized over the batch.",
+        discounts=True),
     "reinforce_plus_plus_baseline": Estimator(
         _ADVANTAGES + "reinforce_plus_plus_baseline",
         "Score minus the prompt's mean, normalized over the batch.", grouped=True),

@@ -202,14 +202,14 @@ class Server:
         """Ask a server that nobody else asks.
 
         A call may change things outside, so it runs again only if a call before it may have ended
-        the server.
+        or harmed the server.
         """
         async with self._turns.take(self._timeout + START_S, self._find_spare) as spare:
             try:
                 try:
                     result = await self._ask(spare.client, name, arguments)
-                except ServerEnded:
-                    if not spare.used:  # the call before may have ended it
+                except (ServerEnded, self._worker.TimedOut):
+                    if not spare.used:  # a call before may have ended or harmed it
                         raise
                     spare.close()
                     spare = await self._connect()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,10 @@ _TEXT, _LIST, _OBJECT = (str, "text"), (list, "a list of texts"), (dict, "an obj
 TEXTS: dict[str, tuple[type, str]] = {
     "command": _TEXT, "args": _LIST, "env": _OBJECT, "cwd": _TEXT, "url": _TEXT, "headers": _OBJECT,
 }  # fmt: skip
+# Of a server, and what they are if not given.
+SWITCHES = {"disabled": False, "enabled": True}
+# JSON of editors, which JSON does not allow.
+COMMENT = re.compile(r"(^|[{\[,])\s*(//|/\*)|,\s*[}\]]", re.MULTILINE)
 
 
 def read_servers(config: Environment) -> tuple[list[dict[str, Any]], list[str]]:
@@ -61,21 +66,35 @@ def _hide_keys(server: Mapping[str, Any]) -> None:
 
 def _read_file(path: str) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """Return the servers of a file by name, and what is wrong with it."""
-    label = f"--mcp_config {path}"
+    label, text = f"--mcp_config {path}", ""
     try:
-        content = load_json(read_text(user_path(path)))
+        text = read_text(user_path(path))
+        content = load_json(text)
         listed = content.get("mcpServers") or content["servers"]
         entries = {str(name): dict(fields) for name, fields in listed.items()}
     except OSError as error:
         return {}, [f"{label}: {error.strerror or error}."]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         why = f" ({error})" if isinstance(error, ValueError) else ""
+        if COMMENT.search(text):
+            why = f"{why}: JSON has no comments, and no comma after the last entry"
         return {}, [f"{label} is not a list of servers{why}; write {FORM}."]
     servers, problems = {}, []
     for name, fields in entries.items():
-        if fields.get("disabled") is True:
-            continue
         where = f"{label}: server {name!r}"
+        switches = {key: fields.get(key, usual) for key, usual in SWITCHES.items()}
+        problems += [
+            f"{where}: {key} is {name_type(value)}, not true or false."
+            for key, value in switches.items()
+            if type(value) is not bool
+        ]
+        if switches["disabled"] is True or switches["enabled"] is False:
+            continue
+        problems += [
+            f"{where}: {key} is not read; choose tools by --mcp {name}:TOOL,TOOL."
+            for key in fields
+            if key.lower().endswith("tools") and fields[key] not in ([], ["*"])
+        ]
         kind = fields.get("type", "stdio" if "command" in fields else "http")
         if kind not in ("stdio", "http", "streamable-http", "streamableHttp"):
             problems.append(f"{where} has the type {kind!r}; stdio and http can be used.")
@@ -89,6 +108,11 @@ def _read_file(path: str) -> tuple[dict[str, dict[str, Any]], list[str]]:
         ]
         mistakes: list[str] = []
         used = {key: _expand(fields[key], mistakes) for key in given if key not in wrong}
+        command, folder = used.get("command", ""), used.get("cwd", ".")
+        if " " in command and not shutil.which(command):
+            mistakes.append(f"command {command!r} is more than a program; move its words to args")
+        if not user_path(folder).is_dir():
+            mistakes.append(f"cwd {folder!r} is no folder")
         problems += [f"{where}: {mistake}." for mistake in dict.fromkeys(mistakes)]
         servers[name] = {"name": name, "label": f"{label} ({name})", **used}
     if not (servers or problems):

@@ -26,8 +26,10 @@ SAMPLING = Sampling(n=2, max_tokens=24, seed=5)
 FAMILIES = {
     "the bundled model": ("embedded", {}),
     "windows and caps": pytest.param(("gemma2", {}), marks=pytest.mark.weekly),
-    "scaled logits and an adapter": ("granite", {"lora_rank": 4}),
-    "experts": ("qwen3_moe", {}),
+    "scaled logits and an adapter": pytest.param(
+        ("granite", {"lora_rank": 4}), marks=pytest.mark.weekly
+    ),
+    "experts": pytest.param(("qwen3_moe", {}), marks=pytest.mark.weekly),
 }
 
 

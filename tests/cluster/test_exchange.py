@@ -110,6 +110,7 @@ def gap(annotated: AnnotatedBatch, sampled_BT: torch.Tensor) -> float:
 
 
 # The first test of the file: the fixture `engine`, which the others share, stays joined.
+@pytest.mark.weekly
 def test_auto_goes_on_by_memory_where_its_way_fails_at_the_first_use(
     address: str, prompts: list[Prompt], tokenizer: Any, tmp_path: Path
 ) -> None:

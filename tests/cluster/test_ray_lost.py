@@ -170,7 +170,10 @@ LIMIT_S = 15.0
 
 @pytest.mark.parametrize(
     ("fault", "place"),
-    [("sleep", r'\(at ".*test_ray_lost.py", line \d+ in <lambda>\)'), ("stop", "stopped")],
+    [
+        ("sleep", r'\(at ".*test_ray_lost.py", line \d+ in <lambda>\)'),
+        pytest.param("stop", "stopped", marks=pytest.mark.weekly),
+    ],
 )
 def test_a_rank_that_hangs_is_told_from_those_that_wait_for_it(
     address: str, tmp_path: Path, fault: str, place: str
@@ -199,10 +202,11 @@ def test_a_rank_that_hangs_is_told_from_those_that_wait_for_it(
     ("fails", "kind", "fragment"),
     [
         ("collective", WorkerLost, r"rank 1 ran out of memory inside of a collective"),
-        (
+        pytest.param(
             "optimizer",
             UserError,
             r"optimizer step of the actor on learner rank 1 ran out of memory.*lora_rank=16",
+            marks=pytest.mark.weekly,
         ),
     ],
 )

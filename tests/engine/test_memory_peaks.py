@@ -17,6 +17,7 @@ WITHIN = 0.15
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 def test_counts_are_within_15_percent_of_measured_peaks(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "tests/engine/memory_peaks.py", str(tmp_path)],

@@ -48,7 +48,9 @@ SHARED_MEMORY = Path("/dev/shm")
 @pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (scripts/setup vllm)"
 )
-@pytest.mark.parametrize("part", ["not TestFiles", "TestFiles"])
+@pytest.mark.parametrize(
+    "part", ["not TestFiles", pytest.param("TestFiles", marks=pytest.mark.weekly)]
+)
 def test_real_engines_pass_their_checks_and_leave_nothing_behind(part: str, tmp_path: Path) -> None:
     """No files, no text on stdout; their own report is in the output of a failure."""
     checks = [sys.executable, "-m", "pytest", str(Path(__file__).with_name("vllm_checks.py"))]

@@ -544,15 +544,16 @@ def test_calls_that_wait_for_others_at_an_mcp_server_are_not_blamed(
 class Mortal:
     """A client of an MCP server that `end` ends, and `farewell` after its answer.
 
-    `runs` has the calls of all servers.
+    After `harm` it answers no call, but lists its tools. `runs` has the calls of all servers.
     """
 
     def __init__(self, runs: list[str]) -> None:
-        self._runs, self._lives = runs, True
+        self._runs, self._lives, self._harmed = runs, True, False
 
     async def call_tool(self, name: str, _: dict[str, Any]) -> Any:
         self._runs.append(name)
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(600 if self._harmed else 0.02)
+        self._harmed = name == "harm"
         self._lives &= name != "end"
         answer = await self.list_tools()
         self._lives &= name != "farewell"
@@ -591,10 +592,20 @@ def test_a_call_that_ends_its_mcp_server_is_run_again_only_if_others_may_have_en
             await server.call("end")
         assert runs.count("end") == 3
 
+    async def ask_harmed() -> None:
+        spec = {"name": "mortal", "label": "--mcp mortal"}
+        server = Server(SimpleNamespace(MCPError=OSError), spec, 1.0, worker, [], ValueError)
+        await server.start()
+        for name in ("harm", "done"):
+            calls = (server.call(each) for each in ("end", *[name] * 3))
+            _, *others = await asyncio.gather(*calls, return_exceptions=True)
+            assert others == [""] * 3
+
     monkeypatch.setattr(worker, "TURN_S", 0.1)
     monkeypatch.setattr(Server, "_connect", connect)
     asyncio.run(ask_all())
     assert peak == SPARES
+    asyncio.run(ask_harmed())
 
 
 ODD_SERVER = r"""
@@ -819,6 +830,13 @@ BAD_FILES = {
     '{"mcpServers": {"a": {"command": "x", "args": ["${NOT_SET}"]}}}': "variable NOT_SET",
     '{"mcpServers": {"a": {"command": "x", "args": [["y"]]}}}': "args is a list, not",
     '{"mcpServers": {"a": {"command": "x", "env": ["K=y"]}}}': "env is a list, not an object",
+    '{"mcpServers": {"a": {"command": "x", "disabled": "true"}}}': "is text, not true or false",
+    '{"mcpServers": {"a": {"command": "x", "enabled": false}}}': "has no server",
+    '{"mcpServers": {"a": {"command": "x", "disabledTools": ["y"]}}}': "--mcp a:TOOL,TOOL",
+    '{"mcpServers": {"a": {"command": "npx -y x"}}}': "'npx -y x' is more than a program",
+    '{"mcpServers": {"a": {"command": "x", "cwd": "/nowhere"}}}': "'/nowhere' is no folder",
+    '{"mcpServers": {"a": {"command": "x"},}}': "no comma after the last",
+    '{"mcpServers": {\n  // of the team\n  "a": {"command": "x"}}}': "no comments",
     "[" * 100_000: "nested too deep",
     '{"servers": {"near": {"command": "x"}}}': "no server 'nera'. Did you mean 'near'",
 }

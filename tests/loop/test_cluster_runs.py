@@ -104,6 +104,7 @@ def test_every_process_writes_its_own_profile(pair: Path) -> None:
         assert traces[f"step_000002.{process}.txt"].read_text().rstrip() in shown
 
 
+@pytest.mark.weekly
 def test_two_ranks_that_share_layers_and_keep_all_in_host_memory_train_as_one_process(
     alone: Path, tmp_path: Path
 ) -> None:
@@ -123,6 +124,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_others(
     assert_same_training(pair, out)
 
 
+@pytest.mark.weekly
 def test_roles_that_share_some_devices_train_as_roles_that_share_all(
     reward_model: Path, tmp_path: Path
 ) -> None:

@@ -117,7 +117,10 @@ def test_a_split_history_trains_a_row_for_each_turn(
     "arrangement",
     [
         pytest.param(("model.packing=false",), marks=pytest.mark.weekly),
-        ("--engine", "ray", "--num_workers", "2", "model.packing=true"),
+        pytest.param(
+            ("--engine", "ray", "--num_workers", "2", "model.packing=true"),
+            marks=pytest.mark.weekly,
+        ),
         ("--rollout_name", "vllm"),
     ],
     ids=["padded", "two ranks", "vllm"],

@@ -207,6 +207,7 @@ def test_unbroken_parts_pass(tmp_path: Path) -> None:
     assert [o.detail for o in outcomes if o.state not in ("ok", "skipped")] == []
 
 
+@pytest.mark.weekly
 def test_garbage_on_one_rank_fails_collectives(tmp_path: Path, monkeypatch: Patch) -> None:
     reduce = dist.all_reduce
 

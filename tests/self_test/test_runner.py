@@ -225,7 +225,7 @@ def test_a_record_that_cannot_be_written_is_announced_before_the_test(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seconds", [0.0, 0.5, 2.0])
+@pytest.mark.parametrize("seconds", [0.0, pytest.param(0.5, marks=pytest.mark.weekly), 2.0])
 def test_ctrl_c_while_the_server_imports_prints_no_traceback(seconds: float) -> None:
     command = [sys.executable, "-m", "ppo_cli", "doctor", "--self-test"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, process_group=0)

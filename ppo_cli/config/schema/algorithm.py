@@ -713,7 +713,7 @@ class Algorithm(Section):
     # Discount, and GAE's lambda (arXiv 1506.02438).
     gamma: float = setting(
         1.0, "Discount per token.", flag="--gamma", env="GAE_GAMMA", usual=(0.9, 1.0), ge=0.0,
-        le=1.0,
+        le=1.0, unused="no_discount",
         advice="Keep 1: the score comes at the last token, and a lower value mostly shortens "
         "responses.",
     )  # fmt: skip
@@ -831,13 +831,6 @@ class Algorithm(Section):
             ),
             example="lam_piece=0.9 lam_alpha=0.1",
             advice="lam_alpha=null",
-        ),
-        Conflict(
-            "gamma adv_estimator",
-            lambda s: s.adv_estimator == "remax" and s.gamma != 1.0,
-            lambda s, at: f"remax has no discount, but {at}gamma is {s.gamma:g}. Use --gamma 1.",
-            example="adv_estimator=remax gamma=0.9",
-            advice="gamma=1",
         ),
         Conflict(
             "filter_groups.metric use_kl_in_reward",

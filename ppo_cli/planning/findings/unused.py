@@ -296,6 +296,11 @@ UNUSED: Final[dict[str, Unused]] = {
         "only the estimator gae uses it; set --adv_estimator gae, or leave it out",
         lambda c: not c.uses_critic,
     ),
+    "no_discount": Unused(
+        "only gae and reinforce_plus_plus discount tokens; the estimators for pieces discount by "
+        "algorithm.gamma_piece; leave it out",
+        lambda c: not ESTIMATORS[c.algorithm.adv_estimator].discounts,
+    ),
     "no_pieces": Unused(
         "only gae and the estimators for pieces use it; leave it out",
         lambda c: not c.uses_critic and not ESTIMATORS[c.algorithm.adv_estimator].pieces,

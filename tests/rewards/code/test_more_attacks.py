@@ -67,7 +67,7 @@ def _list_rows(world: World) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bwrap", "sandlock"])
+@pytest.mark.parametrize("name", [pytest.param("bwrap", marks=pytest.mark.weekly), "sandlock"])
 def test_no_attack_of_the_corpus_gets_through(
     name: str,
     make_sandbox: Callable[[str], Sandbox],

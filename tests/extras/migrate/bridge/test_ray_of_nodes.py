@@ -168,7 +168,7 @@ def other_ray() -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.mark.parametrize(
-    "how", ["end", "kill", pytest.param("terminate", marks=pytest.mark.weekly)]
+    "how", ["end", *(pytest.param(how, marks=pytest.mark.weekly) for how in ("kill", "terminate"))]
 )
 def test_another_ray_of_the_user_stays_and_nothing_of_this_one_does(
     node: Node, tmp_path_factory: pytest.TempPathFactory, how: str
