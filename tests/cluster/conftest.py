@@ -37,7 +37,7 @@ def start_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...
         # As `LOCAL_ONLY` does in processes that have not imported Ray yet.
         patch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", False)
         log = tmp_path_factory.mktemp("ray") / "ray.log"
-        yield lambda gpus=0: stack.enter_context(local_ray(log, gpus)).await_address(120)
+        yield lambda gpus=0: stack.enter_context(local_ray(log, gpus)).await_address(300)
 
 
 @pytest.fixture(scope="module")

@@ -48,7 +48,7 @@ def engines(
             "rollout": {"name": "hf"},
             "data": {"max_response_length": SAMPLING.max_tokens},
             "algorithm": {"use_kl_in_reward": True},
-            "trainer": {"worker_timeout": 120, "node_timeout": 120},
+            "trainer": {"worker_timeout": 400, "node_timeout": 240},
         }
     )
     cluster = WholeEngine(

@@ -180,4 +180,4 @@ def test_a_sampler_that_is_killed_while_it_takes_weights_is_named(engine: WholeE
     finally:
         killing.cancel()
         os.kill(stopped, signal.SIGCONT)
-    assert 2.0 <= time.monotonic() - started < 40
+    assert 2.0 <= time.monotonic() - started < 150

@@ -72,16 +72,16 @@ def foreign(tmp_path: Path) -> Iterator[RayProcess]:
 def test_a_joined_cluster_is_waited_for_used_left_and_lost(
     foreign: RayProcess, tmp_path: Path
 ) -> None:
-    address = foreign.await_address(90)
+    address = foreign.await_address(300)
     notes: list[str] = []
     with pytest.raises(WorkerLost, match="After 1 s still waiting for 2 nodes; the cluster has 1"):
-        Cluster(TWO_NODES, tmp_path, worker_timeout=60, node_timeout=1, address=address)
+        Cluster(TWO_NODES, tmp_path, worker_timeout=240, node_timeout=1, address=address)
     with pytest.raises(Interrupted, match="SIGINT"):
         Cluster(
-            TWO_NODES, tmp_path, worker_timeout=60, node_timeout=60, address=address,
+            TWO_NODES, tmp_path, worker_timeout=240, node_timeout=240, address=address,
             tell=notes.append, stop_requested=lambda: "SIGINT",
         )  # fmt: skip
-    first = Cluster(ONE_NODE, tmp_path, worker_timeout=60, node_timeout=60, address=address)
+    first = Cluster(ONE_NODE, tmp_path, worker_timeout=240, node_timeout=240, address=address)
     worker = Hosted(first, Sleeper, role="thing 0").call("sleep", 0)
     polite = [
         Hosted(first, partial(Polite, tmp_path / f"closed-{i}"), role=f"polite {i}")
@@ -90,20 +90,20 @@ def test_a_joined_cluster_is_waited_for_used_left_and_lost(
     os.kill(polite[0].member.pid, signal.SIGKILL)
     first.close([host.member for host in polite])
     assert (tmp_path / "closed-1").exists()  # though the one before it was dead
-    until = time.monotonic() + 60  # Ray tells of an end just before the process is gone
+    until = time.monotonic() + 240  # Ray tells of an end just before the process is gone
     while is_running(worker) and time.monotonic() < until:
         time.sleep(0.1)
     assert not is_running(worker)
     assert is_running(part(foreign, "raylet"))  # not ours, so it goes on
 
-    second = Cluster(ONE_NODE, tmp_path, worker_timeout=60, node_timeout=60, address=address)
+    second = Cluster(ONE_NODE, tmp_path, worker_timeout=240, node_timeout=240, address=address)
     try:
         thing = Hosted(second, Sleeper, role="thing 0")
         threading.Timer(0.2, os.kill, (part(foreign, "gcs_server"), signal.SIGKILL)).start()
         started = time.monotonic()
         with pytest.raises(WorkerLost, match="does not answer"):
-            thing.call("sleep", 60)
-        assert time.monotonic() - started < 50
+            thing.call("sleep", 900)
+        assert time.monotonic() - started < 240
     finally:
         second.close()
 
@@ -180,7 +180,7 @@ def test_a_rank_that_hangs_is_told_from_those_that_wait_for_it(
 ) -> None:
     cluster = Cluster(
         Placement(1, 0, (0, 1), ((2,),), ()), tmp_path, address=address,
-        worker_timeout=LIMIT_S, node_timeout=90,
+        worker_timeout=LIMIT_S, node_timeout=240,
     )  # fmt: skip
     try:
         ranks = cluster.start([cluster.seat(f"learner rank {rank}", []) for rank in range(2)])
@@ -215,7 +215,7 @@ def test_all_ranks_end_within_a_minute(
 ) -> None:
     cluster = Cluster(
         Placement(1, 0, (0, 1), ((2,),), ()), tmp_path, address=address,
-        worker_timeout=200, node_timeout=90,
+        worker_timeout=400, node_timeout=240,
     )  # fmt: skip
     try:
         ranks = [cluster.host(Rank, role=f"learner rank {rank}") for rank in range(2)]

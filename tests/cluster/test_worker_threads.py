@@ -48,7 +48,9 @@ def threads_of(cluster: Cluster, *devices: int) -> int:
 def test_gpus_bring_their_share_of_the_cores(
     address: str, tmp_path: Path, threads: int | None, one_gpu: int
 ) -> None:
-    start = partial(Cluster, PLACED, tmp_path, address=address, worker_timeout=60, node_timeout=90)
+    start = partial(
+        Cluster, PLACED, tmp_path, address=address, worker_timeout=240, node_timeout=240
+    )
     cluster = start(threads=threads)
     try:
         assert threads_of(cluster, 0) == one_gpu

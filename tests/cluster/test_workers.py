@@ -154,7 +154,7 @@ def cluster(address: str, logs: Path) -> Iterator[Cluster]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(chance)
         patch.setattr(sys, "path", [path for path in sys.path if path])
-        cluster = Cluster(ONE_NODE, logs, address=address, worker_timeout=30, node_timeout=90)
+        cluster = Cluster(ONE_NODE, logs, address=address, worker_timeout=240, node_timeout=240)
     yield cluster
     cluster.close()
 
@@ -289,10 +289,10 @@ def test_a_killed_worker_is_named_at_once(
     started = time.monotonic()
     with pytest.raises(WorkerLost) as caught:
         if method == "call":
-            victim.call("sleep", 60)
-        for _ in cluster.waits.stream([cluster.ask(victim.member, "count", "stream", 600, 0.1)]):
+            victim.call("sleep", 900)
+        for _ in cluster.waits.stream([cluster.ask(victim.member, "count", "stream", 9000, 0.1)]):
             pass
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 120
     doing = "sleep" if method == "call" else "count"
     assert f"Victim {method} on node " in str(caught.value)
     assert f"was killed (signal 9; out of memory?) during `{doing}`" in str(caught.value)

@@ -119,7 +119,7 @@ def test_sigterm_ends_a_run_whose_neighbour_is_silent(
                 wait_until(lambda: (tmp_path / "out" / "metrics.jsonl").exists(), 300)
             if "{judge}" in flags:
                 judge.state.faults.append(Fault("hang"))
-                wait_until(lambda: judge.state.in_flight > 0, 60)
+                wait_until(lambda: judge.state.in_flight > 0, 300)
             elif "{stopped}" in flags:
                 assert stop_workers(process.pid)
             elif "{bomb}" in flags:
@@ -132,7 +132,7 @@ def test_sigterm_ends_a_run_whose_neighbour_is_silent(
             for _ in range(signals):
                 process.send_signal(signal.SIGTERM)
                 time.sleep(1)
-            output = "".join(process.communicate(timeout=60))
+            output = "".join(process.communicate(timeout=300))
         except (AssertionError, subprocess.TimeoutExpired):
             pytest.fail(f"{row}: {process.output()}")
         finally:
