@@ -721,7 +721,7 @@ class Config(Section):
             lambda c, at: (
                 f"the estimator {c.algorithm.adv_estimator} compares several responses to a "
                 f"prompt, but rollout.n is {c.rollout.n}. Use --rollout_n 4, or --adv_estimator "
-                "gae."
+                f"{'piece_batch' if ESTIMATORS[c.algorithm.adv_estimator].pieces else 'gae'}."
             ),
             example="algorithm.adv_estimator=grpo",
             advice="rollout.n=4",

@@ -226,13 +226,21 @@ def _find_quote(quote: str, rollout: Rollout, api: ApiReward) -> PlacedReward | 
     """Return a reward of 0 where a quotation ends, None if it is not there.
 
     What differs between a response and what a judge reads and copies may differ: blanks, invisible
-    and composed characters, the form of quotation marks. In an earlier turn of an episode, the
-    place is the end of the turn.
+    and composed characters, the form of quotation marks, and last the case of letters. Whole words
+    are looked for first. In an earlier turn of an episode, the place is the end of the turn.
     """
     words = _fold(quote)[0].strip(" \t\n\"'«»").split()
     if not words:
         return None
-    pattern = re.compile(r"\s*".join(map(re.escape, words)))
+    body = r"\s*".join(map(re.escape, words))
+    patterns = (re.compile(form % body) for form in (r"(?<!\w)%s(?!\w)", "%s", "(?i)%s"))
+    found = (_find_pattern(pattern, rollout, api) for pattern in patterns)
+    return next((place for place in found if place is not None), None)
+
+
+def _find_pattern(
+    pattern: re.Pattern[str], rollout: Rollout, api: ApiReward
+) -> PlacedReward | None:
     for turn in rollout.turns[:-1] if api.scope == "episode" else ():
         if pattern.search(_fold(turn.text)[0]):
             return PlacedReward(turn.end, 0.0, "token")

@@ -285,6 +285,9 @@ def test_criteria_are_placed_at_their_quotations(
         ("Use <custom> here. Yes.", "< custom> here.", 18),  # as a tag is shown
         ("a\u200bb is.\r\nFine.", "ab is.\nFine.", 14),
         ("He said \u201cyes, it\u2019s\u201d. No.", 'He said "yes, it\'s".', 20),
+        ("Concatenate. A cat.", "cat", 18),  # a word before a part of one
+        ("Concatenate. A dog.", "cat", 6),
+        ("So It Is. Yes.", "so it is.", 9),
     ],
 )
 def test_a_quotation_is_found_as_a_judge_read_it(text: str, quote: str, end: int | None) -> None:
