@@ -83,10 +83,15 @@ class House:
         self.programs.mkdir()
         self.stand_in("bwrap", "exit 0")
         self.stand_in("chromedriver", "exit 0")
+        self.have_room(gigabytes=64)
 
     def stand_in(self, name: str, line: str) -> None:
         (self.programs / name).write_text(f'#!/bin/sh\necho "{name} $*" >> "$CALLS"\n{line}\n')
         (self.programs / name).chmod(0o755)
+
+    def have_room(self, gigabytes: int) -> None:
+        """What every disk has free, so that no test depends on the disk it runs on."""
+        self.stand_in("df", f"echo; echo - - - {gigabytes * 1024 * 1024} - -")
 
     def env(self, extra: Mapping[str, str]) -> dict[str, str]:
         variables = {k: v for k, v in os.environ.items() if not k.startswith("PPO_")}
@@ -348,6 +353,15 @@ def test_failures_say_what_to_do(house: House, extra: dict[str, str], fragment: 
     done = house.start(**extra)
     assert (done.returncode, done.stdout) == (2, "")
     assert fragment in done.stderr.splitlines()[-1]
+
+
+def test_a_disk_without_room_is_named_before_anything_is_installed(house: House) -> None:
+    house.have_room(gigabytes=2)
+    refusal = house.refusal().splitlines()[-1]
+    assert str(house.venv) in refusal and "2 GB free" in refusal and "PPO_VENV" in refusal
+    assert house.pip_calls() == []
+    house.have_room(gigabytes=64)
+    house.set_up()
 
 
 def test_a_folder_with_other_files_is_not_touched(house: House) -> None:
