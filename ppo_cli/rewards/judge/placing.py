@@ -229,13 +229,13 @@ def _find_quote(quote: str, rollout: Rollout, api: ApiReward) -> PlacedReward | 
     and composed characters, the form of quotation marks, and last the case of letters. Whole words
     are looked for first. In an earlier turn of an episode, the place is the end of the turn.
     """
-    words = _fold(quote)[0].strip(" \t\n\"'«»").split()
-    if not words:
+    parts = _fold(quote)[0].strip(" \t\n\"'«»").split()
+    if not parts:
         return None
-    body = r"\s*".join(map(re.escape, words))
+    body = r"\s*".join(map(re.escape, parts))
     patterns = (re.compile(form % body) for form in (r"(?<!\w)%s(?!\w)", "%s", "(?i)%s"))
-    found = (_find_pattern(pattern, rollout, api) for pattern in patterns)
-    return next((place for place in found if place is not None), None)
+    places = (_find_pattern(pattern, rollout, api) for pattern in patterns)
+    return next((place for place in places if place is not None), None)
 
 
 def _find_pattern(
