@@ -1,7 +1,7 @@
 """Tools of MCP servers, each shared by the episodes of an environment process, or of one episode.
 
 Inside the environment process, whose Python needs the package `mcp`. A call that takes too long or
-ends its server costs its own episode: the server is replaced, and calls that waited beside it are
+ends its server costs its own episode: the server is replaced, and the calls under way there are
 asked again, each alone. A server that does not start again ends the process, which the pool
 replaces.
 """
@@ -95,22 +95,19 @@ async def load(
 
 @dataclass(eq=False)
 class Connection:
-    """A client, what closes it, whether it still lives, and has answered a call as a spare."""
+    """A client, what closes it, and whether it has answered a call as a spare."""
 
     client: Any
     close: Callable[[], None]
-    lives: bool = True
     used: bool = False
 
 
 @dataclass(eq=False)
 class Open:
-    """A call under way; `shared`: others may be guilty; `passed`: when a later one was answered."""
+    """A call under way; `shared`: others may be guilty if it fails."""
 
     connection: Connection
-    started: float
     shared: bool
-    passed: float = math.inf
 
 
 class Server:
@@ -151,24 +148,20 @@ class Server:
         """Return the text of a result, or raise what the policy reads."""
         async with self._lock:  # while it starts again
             pass
-        now = time.monotonic()
         # One that was answered just now may leave a server that answers no more.
-        call = Open(self._current, now, bool(self._open) or now < self._answered + LOOK_S)
+        shared = bool(self._open) or time.monotonic() < self._answered + LOOK_S
+        call = Open(self._current, shared)
         for other in self._open:
             other.shared = True
         self._open.add(call)
         try:
             result = await self._ask(call.connection.client, name, arguments)
             self._answered = time.monotonic()
-            for other in self._open:
-                if other.connection is call.connection and other.started < call.started:
-                    other.passed = min(other.passed, self._answered)
         except (self._worker.TimedOut, ServerEnded):
             await self._replace(call.connection)
-            # Others may be the reason, also those before it in a queue or in a pipe, unless none
-            # was under way, or the server lives and has answered a later call for long.
-            passed = time.monotonic() > call.passed + self._timeout / 2
-            if self._is_own or not call.shared or (passed and call.connection.lives):
+            # Others may be the reason if there were any: those before it in a queue or in a pipe,
+            # or one that read the server's stdin, so that the server never saw this request.
+            if self._is_own or not call.shared:
                 raise
             result = await self._ask_alone(name, arguments)
         finally:
@@ -255,13 +248,11 @@ class Server:
             self._worker.RESTARTS.append(self._spec["label"])
             asyncio.get_running_loop().call_later(self._timeout, connection.close)
             try:
-                looking = self._lives(connection.client, LOOK_S)
                 try:
-                    connection.lives, _ = await asyncio.gather(looking, self.start())
+                    await self.start()
                 except self._worker.Problems:
                     # Not beside the old one, which may have a port of its own or all threads.
                     connection.close()
-                    connection.lives = False
                     await asyncio.sleep(2 * EXIT_S + LOOK_S)
                     await self.start()
             except self._worker.Problems as problems:

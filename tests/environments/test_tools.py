@@ -544,15 +544,17 @@ def test_calls_that_wait_for_others_at_an_mcp_server_are_not_blamed(
 class Mortal:
     """A client of an MCP server that `end` ends, and `farewell` after its answer.
 
-    After `harm` it answers no call, but lists its tools. `runs` has the calls of all servers.
+    After `harm` it answers no call, but lists its tools; of those beside `steal` it never sees one.
+    `runs` has the calls of all servers.
     """
 
     def __init__(self, runs: list[str]) -> None:
-        self._runs, self._lives, self._harmed = runs, True, False
+        self._runs, self._lives, self._harmed, self._steals = runs, True, False, False
 
     async def call_tool(self, name: str, _: dict[str, Any]) -> Any:
         self._runs.append(name)
-        await asyncio.sleep(600 if self._harmed else 0.02)
+        is_lost, self._steals = self._steals, name == "steal"
+        await asyncio.sleep(600 if self._harmed or is_lost else 0.02)
         self._harmed = name == "harm"
         self._lives &= name != "end"
         answer = await self.list_tools()
@@ -596,8 +598,8 @@ def test_a_call_that_ends_its_mcp_server_is_run_again_only_if_others_may_have_en
         spec = {"name": "mortal", "label": "--mcp mortal"}
         server = Server(SimpleNamespace(MCPError=OSError), spec, 1.0, worker, [], ValueError)
         await server.start()
-        for name in ("harm", "done"):
-            calls = (server.call(each) for each in ("end", *[name] * 3))
+        for first, name in (("end", "harm"), ("end", "done"), ("steal", "done")):
+            calls = (server.call(each) for each in (first, *[name] * 3))
             _, *others = await asyncio.gather(*calls, return_exceptions=True)
             assert others == [""] * 3
 
