@@ -346,8 +346,8 @@ def open_game(row: dict[str, Any], text: str) -> list[dict[str, Any]]:
     return [*system, {"role": "user", "content": text}]
 
 
-def read_step(value: Any, limit: int) -> dict[str, Any]:
-    """Return what `step` returned as messages, done, rewards and so on; raises BadReply."""
+def read_step(value: Any, limit: int, method: str = "step") -> dict[str, Any]:
+    """Return what `step` or `finish` gave as messages, done, rewards and so on, or raise BadReply."""
     if isinstance(value, dict):
         unknown = [str(key) for key in value if key not in STEP_KEYS]
         if unknown:
@@ -370,14 +370,14 @@ def read_step(value: Any, limit: int) -> dict[str, Any]:
         raise BadReply("step returned no message, but the episode is not done")
     return {
         "messages": messages, "done": bool(done),
-        "rewards": _read_numbers(parts, "reward"),
-        "metrics": _read_numbers(fields.get("metrics") or {}, "metric"),
+        "rewards": _read_numbers(parts, "reward", method),
+        "metrics": _read_numbers(fields.get("metrics") or {}, "metric", method),
         "error": str(fields.get("error") or ""), "tools": fields.get("tools", []),
         **{event: fields.get(event, 0) for event in ("timeouts", "crashes", "restarts")},
     }  # fmt: skip
 
 
-def _read_numbers(numbers: dict[Any, Any], kind: str) -> dict[str, float]:
+def _read_numbers(numbers: dict[Any, Any], kind: str, method: str) -> dict[str, float]:
     """Return rewards or metrics by name, without those that are None; raises BadReply."""
     read = {}
     for name, number in numbers.items():
@@ -386,10 +386,10 @@ def _read_numbers(numbers: dict[Any, Any], kind: str) -> dict[str, float]:
         try:
             read[str(name)] = float(number)
         except (TypeError, ValueError):
-            text = f"step returned {_kind(number)} as the {kind} {name!r}, not a number"
+            text = f"{method} returned {_kind(number)} as the {kind} {name!r}, not a number"
             raise BadReply(text) from None
         if not abs(read[str(name)]) < float("inf"):
-            raise BadReply(f"step returned {number} as the {kind} {name!r}")
+            raise BadReply(f"{method} returned {number} as the {kind} {name!r}")
     return read
 
 
@@ -637,7 +637,7 @@ class Worker:
             # A reward that is not given is masked, unless the environment says that none is due.
             reward = 0.0 if reward is None else reward
         fields = {"done": True, "reward": reward, "metrics": metrics}
-        return read_step(fields, self._max_reply_chars)
+        return read_step(fields, self._max_reply_chars, "finish")
 
     async def _close_episode(self, episode: str, timeout: float) -> None:
         environment = self._episodes.pop(episode, None)

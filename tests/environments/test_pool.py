@@ -74,9 +74,10 @@ def test_what_step_returns(start: Start, tmp_path: Path, prefix: str) -> None:
         "class Echo:\n"
         f"    {prefix}def reset(self, row): return None\n"
         f"    {prefix}def step(self, message): return eval(message['content'])\n"
+        f"    {prefix}def finish(self): return float('nan')\n"
     )
     pool = start(path=f"{file}:Echo", max_reply_chars=100)
-    open_episodes(pool, *"abcdefgh", extra_info={"array": Path("x")})
+    open_episodes(pool, *"abcdefghi", extra_info={"array": Path("x")})
     user = {"role": "user", "content": "x"}
     assert say(pool, "a", "dict(role='user', content='x'), False, None").messages == (user,)
     assert say(pool, "a", "'x', False, None") == Reply((user,), seconds=pytest.approx(0, abs=9))
@@ -93,6 +94,8 @@ def test_what_step_returns(start: Start, tmp_path: Path, prefix: str) -> None:
     assert "a role of system" in failure(pool, "f", "[{'role': 'judge'}], False, 1")
     assert "write a text" in failure(pool, "h", "[{'role': 'user', 'content': []}], False, 1")
     assert "the keys mesages" in failure(pool, "g", "{'mesages': []}")
+    with pytest.raises(EnvironmentFailure, match="finish returned nan as the reward"):
+        pool.finish("i").result(60)
 
 
 def test_code_that_changes_its_process_gives_no_reward_of_nan(start: Start, tmp_path: Path) -> None:
