@@ -347,7 +347,7 @@ def open_game(row: dict[str, Any], text: str) -> list[dict[str, Any]]:
 
 
 def read_step(value: Any, limit: int, method: str = "step") -> dict[str, Any]:
-    """Return what `step` or `finish` gave as messages, done, rewards and so on, or raise BadReply."""
+    """Return what `step` or `finish` gave as messages, done and rewards, or raise BadReply."""
     if isinstance(value, dict):
         unknown = [str(key) for key in value if key not in STEP_KEYS]
         if unknown:
