@@ -33,13 +33,21 @@ MAX_PIECES = 60
 # The end of a sentence: full stops of many scripts with what closes after them, and a blank if
 # the stop is one that numbers and names have too.
 _STOP = re.compile(
-    r"(?:(?<![.!?…])[.!?…]++[\"'”’»)\]*_`]*+(?=\s|$)|[。！？｡।॥؟۔።፧։။។།]+[\"'”’»」』）)\]]*)\s*"
+    r"(?:(?<![.!?…])[.!?…]++[\"'”’»)\]*_`]*+(?=\s|$)|(?:[。！？｡।॥؟۔።፧։။။។།]|．(?!\d))+[\"'”’»」』）)\]]*)\s*"
     r"|\n\s*"
 )
-# Words that end with a full stop within a sentence, and numbers of a list.
-_ABBREVIATION = re.compile(
-    r"[\s(](?:[A-Z]|e\.g|i\.e|etc|cf|vs|approx|Mr|Mrs|Ms|Dr|Prof|St|Fig|Eq|No|Sec)\.$"
-    r"|(?:\n|[.!?;:]\s)[ \t]*(?:[-*>#]+[ \t]*)?\(?\d{1,3}\.$"
+# Where a sentence goes on behind a full stop, with \0 behind the stop and its blank: initials and
+# abbreviations; those that also end sentences, before a small letter; a day before its month in
+# German; the number of a list's item.
+_GOES_ON = re.compile(
+    r"[\s(](?:(?![ap]\.m|т\.[дп])(?:[^\W\d_]\.)+[^\W\d_]|[A-ZÀ-ÞА-ЯЁ]|z\. B|d\. h|u\. a"
+    r"|p\. e[jx]|т\. [ек]|cf|vs|approx|ca|bzw|vgl|Nr|Hr|Mr|Mrs|Ms|Mme|Mlle|Sra?|EE|UU|Dr|Prof|Ph\.D"
+    r"|St|Fig|Eq|No|Sec)\.\0"
+    r"|[\s(](?:[ap]\. ?m|т\. ?[дп]|др|etc|usw|al|Inc|Ltd|Co|Corp|Jr)\.\0[a-zß-öø-ÿа-яё]"
+    r"|[\s(][^\W\d_]\.\0[^\W\d_]{1,2}\."
+    r"|\s\d{1,2}\.\0(?:Januar|Februar|März|April|Mai|Juni|Juli|August|September|Oktober|November"
+    r"|Dezember)\b"
+    r"|(?:\n|[.!?;:]\s)[ \t]*(?:[-*>#]+[ \t]*)?\(?\d{1,3}\.\0"
 )
 # Judges write the plain forms of these.
 _MARKS = str.maketrans("“”„‘’", '"""\'\'')
@@ -158,7 +166,8 @@ def _sentence_ends(text: str) -> Iterator[int]:
     padded = f"\n{text}"
     for match in _STOP.finditer(text):
         before = padded[max(0, match.start() - 12) : match.start() + 2]
-        if match[0][0] == "." and "\n" not in match[0] and _ABBREVIATION.search(before):
+        window = f"{before}\0{text[match.end() : match.end() + 10]}"
+        if match[0][0] == "." and "\n" not in match[0] and _GOES_ON.search(window):
             continue
         yield match.end()
 
