@@ -262,7 +262,9 @@ def _check_clip_low(steps: History, limits: Limits) -> str:
         _last_values(steps, "clip_fraction", STUCK_STEPS) if limits.updates_per_step > 1 else []
     )
     low = bool(clipped) and max(clipped) < limits.clip_fraction[0]
-    if not (low and len(steps) > limits.warmup_steps + STUCK_STEPS and _reward_is_flat(steps)):
+    # A reward that has risen and rises no more is a run that has learned.
+    stuck = len(steps) > limits.warmup_steps + STUCK_STEPS and _reward_is_flat(steps)
+    if not (low and stuck) or reward_rises(steps):
         return ""
     return (
         f"clip {_format_beyond(clipped[-1], limits.clip_fraction[0])} has stayed below "
