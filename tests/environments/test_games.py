@@ -18,12 +18,15 @@ def test_games_are_played(start: Start) -> None:
     system = {"role": "system", "content": "Play."}
     opening = lake.reset("a", {**ROW, "messages": [system, *ROW["messages"]]}).result(60)
     assert opening.messages[0] == system
-    assert opening.messages[1]["content"].split() == ["SFFF", "FHFH", "FFFH", "HFFG"]
+    assert opening.messages[1]["content"].splitlines() == [
+        "[red S]FFF", "FHFH", "FFFH", "HFFG", "", "An action is a number from 0 to 3."
+    ]  # fmt: skip
     reply = say(lake, "a", "I take the action 7.")
-    assert "Discrete(4)" in reply.error and reply.rewards == {"environment": 0.0}
-    assert "Discrete(4)" in say(lake, "a", "1" * 5000).error
+    assert "a number from 0 to 3" in reply.error and reply.rewards == {"environment": 0.0}
+    assert "a number from 0 to 3" in say(lake, "a", "1" * 5000).error
     # Right, then down into the hole.
-    assert not say(lake, "a", "After 7 I take 2").done
+    reply = say(lake, "a", "After 7 I take 2")
+    assert not reply.done and "S[red F]FF" in reply.messages[0]["content"]
     reply = say(lake, "a", "1")
     assert reply.done and reply.rewards == {"environment": 0.0}
 
