@@ -166,7 +166,8 @@ class Turns:
 
 
 RESTARTS: list[str] = []  # of MCP servers, since the last reply
-USER_FILES: set[int] = set()  # the files that the user's code opened when it was loaded
+# The files that the user's code opened when it was loaded, as `forks.open_files` lists them.
+USER_FILES: set[tuple[int, int, int]] = set()
 # Tasks in an async context, which the event loop does not keep, and what makes them leave it.
 _HOLDERS: dict[asyncio.Future[None], Callable[[], None]] = {}
 

@@ -37,14 +37,17 @@ class ForkEnded(Exception):
     """The fork has ended; the message says how."""
 
 
-def open_files() -> set[int]:
-    """Return the open file descriptors of this process."""
-    numbers = set()
+def open_files() -> set[tuple[int, int, int]]:
+    """Return the open files of this process: descriptor, device and inode.
+
+    A descriptor that is closed may soon be that of another file.
+    """
+    files = set()
     for name in os.listdir("/dev/fd"):
         with contextlib.suppress(OSError):  # that of the listing is closed again
-            os.fstat(int(name))
-            numbers.add(int(name))
-    return numbers
+            status = os.fstat(int(name))
+            files.add((int(name), status.st_dev, status.st_ino))
+    return files
 
 
 def pass_over_signals() -> None:
@@ -58,8 +61,8 @@ def pass_over_signals() -> None:
 
 
 def make_forks(
-    answer: Callable[[bytes], Coroutine[Any, Any, bytes]], *, awaits: bool, files: set[int],
-    memory: int, max_answer: int, channel: Any, reaper: Any,
+    answer: Callable[[bytes], Coroutine[Any, Any, bytes]], *, awaits: bool,
+    files: set[tuple[int, int, int]], memory: int, max_answer: int, channel: Any, reaper: Any,
 ) -> list[Fork]:  # fmt: skip
     """Return TOGETHER forks, fewer if the system has no more; raises OSError if it has none.
 
@@ -77,14 +80,16 @@ def make_forks(
     except OSError as error:  # no more files may be open
         failure = error
     try:
-        above = max(open_files()) + 1
+        now_open = open_files()
+        above = max(number for number, *_ in now_open) + 1
+        kept = {number for number, *_ in files & now_open}
         with contextlib.suppress(OSError), open("/proc/self/statm") as file:
             # What it uses now is shared with the parent.
             limit = int(file.read().split()[5]) * resource.getpagesize() + memory
         for fork in forks:
             fork.pid = os.fork()
             if not fork.pid:
-                fork.run(answer, awaits, files, limit, above)
+                fork.run(answer, awaits, kept, limit, above)
     except OSError as error:  # no process or no memory is left
         failure = error
     for fork in forks:
@@ -125,9 +130,9 @@ class Fork:
 
     def run(
         self, answer: Callable[[bytes], Coroutine[Any, Any, bytes]], awaits: bool,
-        files: set[int], limit: int, above: int,
+        kept: set[int], limit: int, above: int,
     ) -> None:  # fmt: skip
-        """Answer requests in the fork: never returns. Files up to `above` may be open."""
+        """Answer requests in the fork: never returns. Of files up to `above`, `kept` stay open."""
         try:
             os.dup2(self._child_prints, 1)
             os.dup2(self._child_prints, 2)
@@ -136,8 +141,8 @@ class Fork:
                 signal.signal(number, handler)
             with contextlib.suppress(ImportError):  # a Python may lack ctypes
                 self._reaper.adopt_orphans()  # what leaves the session ends with it too
-            kept = sorted(files | {0, 1, 2, self._child_end.fileno()})
-            for number, following in zip(kept, [*kept[1:], above]):  # noqa: B905
+            stay = sorted(kept | {0, 1, 2, self._child_end.fileno()})
+            for number, following in zip(stay, [*stay[1:], above]):  # noqa: B905
                 os.closerange(number + 1, following)
             with contextlib.suppress(OSError, ValueError):  # it has a lower limit
                 resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))

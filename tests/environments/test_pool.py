@@ -219,10 +219,14 @@ def test_an_episode_has_the_state_of_its_own_process(start: Start, game: Path) -
     files = "[open(__file__) for _ in range(9)]"
     made = GAME.replace("self.turn = start", f"self.turn, self.files = start, {files}")
     game.write_text(
-        "import random, socket\nTURNS, OPENED = [], open(__file__)\n"
+        "import random, socket, threading\nTURNS, OPENED = [], open(__file__)\n"
+        # Their numbers are soon those of files that are not the user's.
+        f"CLOSED = {files}\n"
+        "threading.Timer(0.4, lambda: [file.close() for file in CLOSED]).start()\n"
         f"socket.setdefaulttimeout(0.1)\n{made}"
     )
     pool = start(path=f"{game}:Game")
+    time.sleep(0.6)
     open_episodes(pool, "a", "b")
     time.sleep(0.3)  # longer than the timeout of the user's own sockets
     # A file of the module stays open, and of the pipes and sockets that of the answers alone.
