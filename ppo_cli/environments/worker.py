@@ -41,10 +41,14 @@ TURN_S = 0.5  # of calls that share few processes
 # package is missing.
 ADAPTERS = {
     "verifiers": "Run scripts/setup_verifiers; add environment.python=.venv-verifiers/bin/python.",
-    "gym": "Install gymnasium into it, or name another Python with environment.python=PATH.",
-    "textarena": "Install textarena into it, or name another Python with environment.python=PATH.",
-    "openenv": "Install websockets into it, or name another Python with environment.python=PATH.",
-}
+    **{
+        kind: f"Install it with: {sys.executable} -m pip install {package} (or name another Python "
+        "with environment.python=PATH)."
+        for kind, package in (
+            ("gym", "gymnasium"), ("textarena", "textarena"), ("openenv", "websockets")
+        )
+    },
+}  # fmt: skip
 PLUGIN = "plugin:"  # before the entry point of a package, MODULE:NAME
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MESSAGE_KEYS = ("role", "content", "name", "tool_call_id", "tool_calls", "reasoning_content")

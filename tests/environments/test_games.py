@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from ppo_cli.environments.pool import check_environment
@@ -47,7 +49,8 @@ def test_games_are_played(start: Start) -> None:
             check_environment(complete_environment(path=path, python=python))
 
 
-@pytest.mark.parametrize("kind", ["gym", "textarena"])
-def test_a_python_without_the_package_is_refused(kind: str) -> None:
-    with pytest.raises(UserError, match=r"lacks the package .* Install"):
+@pytest.mark.parametrize(("kind", "package"), [("gym", "gymnasium"), ("textarena", "textarena")])
+def test_a_python_without_the_package_is_refused(kind: str, package: str) -> None:
+    advice = f"lacks the package {package}.*{sys.executable} -m pip install {package} "
+    with pytest.raises(UserError, match=advice):
         check_environment(complete_environment(path=f"{kind}:X-v0"))
