@@ -452,17 +452,28 @@ def make_episode_fields(rollout: Rollout) -> dict[str, Any]:
 def add_token_details(
     lines: Sequence[dict[str, Any]], tokens: Mapping[int, Mapping[str, Any]]
 ) -> None:
-    """Add the details of tokens to their lines, as many as fit into a fifth of all lines."""
+    """Add the details of tokens to their lines, as many as fit into a fifth of all lines.
+
+    Times do not count, so that a resumed run keeps the details of the same responses.
+    """
     if not tokens:
         return
     # Characters, of which each has a byte or more in the file.
     dump = partial(json.dumps, ensure_ascii=False, skipkeys=True, default=str)
-    room = sum(len(dump(line)) for line in lines) / 5
+    room = sum(len(dump(_drop_times(line))) for line in lines) / 5
     for row, details in tokens.items():
         size = len(dump({"token_details": details}))
         if size <= room:
             lines[row]["token_details"] = details
             room -= size
+
+
+def _drop_times(value: Any) -> Any:
+    """Return a value of a line without how long calls took."""
+    if isinstance(value, dict):
+        timed = ("latency_s", "seconds", "tools")
+        return {k: _drop_times(v) for k, v in value.items() if not str(k).endswith(timed)}
+    return [_drop_times(v) for v in value] if isinstance(value, list) else value
 
 
 def _numeric_values(line: Mapping[str, Any]) -> dict[str, float]:

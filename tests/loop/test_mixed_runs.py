@@ -56,17 +56,21 @@ def drop_seconds(value: Any) -> Any:
     return {k: drop_seconds(v) for k, v in value.items() if not k.endswith(clock)}
 
 
+def assert_same_but_for_seconds(a: Path, b: Path) -> None:
+    for run in (a, b):
+        for path in (run / "metrics.jsonl", *(run / "rollouts").iterdir()):
+            lines = [json.dumps(drop_seconds(line)) for line in read_lines(path)]
+            path.write_text("".join(f"{line}\n" for line in lines))
+    assert_same_run(a, b)
+
+
 def test_killed_and_resumed_the_running_scales_go_on_bit_for_bit(
     settings: tuple[str, ...], tmp_path: Path
 ) -> None:
     full_run, out = tmp_path / "whole", tmp_path / "killed"
     train(full_run, *settings)
     train_killed_halfway(out, *settings)
-    for run in (full_run, out):
-        for path in (run / "metrics.jsonl", *(run / "rollouts").iterdir()):
-            lines = [json.dumps(drop_seconds(line)) for line in read_lines(path)]
-            path.write_text("".join(f"{line}\n" for line in lines))
-    assert_same_run(full_run, out)
+    assert_same_but_for_seconds(full_run, out)
     states = [
         json.loads((run / "checkpoints" / "latest" / "state" / "run.json").read_text())
         for run in (full_run, out)
@@ -87,6 +91,25 @@ def test_killed_and_resumed_the_running_scales_go_on_bit_for_bit(
         )
         assert line["score"] == pytest.approx(total)
         assert line["shaping"]["reward"] != line["score"]
+
+
+def test_pieces_of_a_group_are_the_same_killed_and_in_micro_batches_of_one_row(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "steps.py").write_text(STEPS)
+    settings = (
+        *SMALL, "--reward_function", str(tmp_path / "steps.py"), "--adv_estimator", "piece_group",
+        "algorithm.use_kl_in_reward=true",
+    )  # fmt: skip
+    full_run, killed, by_row = (tmp_path / name for name in ("full", "killed", "by_row"))
+    train(full_run, *settings, "actor.ppo_micro_batch_size_per_gpu=4")
+    train_killed_halfway(killed, *settings, "actor.ppo_micro_batch_size_per_gpu=4")
+    assert_same_but_for_seconds(full_run, killed)
+    assert any(line.get("advantages/max", 0) > 0 for line in metrics(full_run))
+    train(by_row, *settings, "actor.ppo_micro_batch_size_per_gpu=1", "--max_steps", "1")
+    whole, alone = metrics(full_run)[1], metrics(by_row)[1]
+    for name in ("advantages/mean", "policy_loss", "grad_norm", "actor/approx_kl"):
+        assert whole[name] == pytest.approx(alone[name], rel=1e-3, abs=1e-6), name
 
 
 def test_a_function_that_always_raises_ends_the_run_with_one_message(tmp_path: Path) -> None:
