@@ -57,7 +57,7 @@ class Estimator:
     @property
     def uses_places(self) -> bool:
         """Whether it matters to it where in a response a reward is."""
-        return self.critic or self.pieces or not (self.grouped or self.parts)
+        return self.critic or self.pieces or not (self.grouped or self.parts or self.baseline)
 
 
 def _declare_estimator(name: str) -> Estimator:

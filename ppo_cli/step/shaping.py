@@ -257,7 +257,8 @@ def shape_step(
     `baselines` has the greedy score of each row's prompt, for ReMax; a row whose baseline failed
     is masked like one whose score failed. `placed` has each row's rewards within the response,
     whose places are the ends of its pieces; the rest of the score goes to the last token, or in
-    equal shares to all pieces if they are compared. `critic_lam` is the lambda of the critic's
+    equal shares to all pieces if they are compared. For ReMax all of it goes to the last token.
+    `critic_lam` is the lambda of the critic's
     targets; None: that of the advantages.
     """
     # Which rows count: those with a score, a baseline and all parts that the estimator needs.
@@ -271,6 +272,10 @@ def shape_step(
     mask_BT = annotated.response_mask_BT & valid_B[:, None]
     # Rewards of tokens: placed rewards, the rest at the last token, weighted, minus the KL penalty.
     inner_BT = _place_inner_rewards(placed, mask_BT)
+    if (
+        estimator.baseline
+    ):  # the score of a whole response, which no part of one is to be compared with
+        inner_BT = torch.zeros_like(inner_BT)
     rest_B = scores_B - inner_BT.sum(1)
     piece_BT = number_pieces(
         [[token for token, _ in row] for row in placed] or [()] * len(mask_BT), mask_BT.shape[1]

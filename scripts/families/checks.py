@@ -42,7 +42,9 @@ REWARD = '''"""A score that differs from response to response."""
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return (sum(solution_str.encode()) % 13) / 12.0
 '''
-TIMES = ("time/", "perf/")
+# Times, and what compares the responses of a step with those of the first steps in its run folder:
+# the folder of a run that goes on elsewhere has fewer.
+INCOMPARABLE = ("time/", "perf/", "exploit/")
 
 
 @dataclass
@@ -231,7 +233,7 @@ def _check_resume(outcome: Outcome, _: Recording) -> None:
     whole, resumed = (Path(run) / last for run in ("run", "resumed"))
     files = sorted(path.relative_to(whole) for path in whole.rglob("*.safetensors"))
     different = [str(f) for f in files if (whole / f).read_bytes() != (resumed / f).read_bytes()]
-    rows = ([_untimed(row) for row in read_metrics(run)[-2:]] for run in ("run", "resumed"))
+    rows = ([_comparable(row) for row in read_metrics(run)[-2:]] for run in ("run", "resumed"))
     if different or next(rows) != next(rows):
         outcome.problems.append(f"resume differs: {', '.join(different[:2]) or 'metrics'}")
 
@@ -377,8 +379,8 @@ def read_metrics(run: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
 
 
-def _untimed(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if not name.startswith(TIMES)}
+def _comparable(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if not name.startswith(INCOMPARABLE)}
 
 
 def last_error(output: str) -> str:

@@ -284,6 +284,17 @@ def test_rewards_within_a_response_add_up_and_a_failed_score_takes_them_along() 
     torch.testing.assert_close(step.batch.token_rewards_BT, expected)
 
 
+def test_remax_compares_whole_scores() -> None:
+    created, placed = rollouts([3, 2]), [[(0, 0.5), (2, 0.5)], [(0, 1.0)]]
+    config = complete({"algorithm": {"adv_estimator": "remax", "use_kl_in_reward": False}})
+    whole, parts = (
+        shape_step(config, annotate(created), score_all(created, [1.0, 1.0]), 0.0, [0.25, 0.5], at)
+        for at in ((), placed)
+    )
+    torch.testing.assert_close(parts.batch.advantages_BT, whole.batch.advantages_BT)
+    assert parts.batch.advantages_BT.tolist() == [[0.75, 0.75, 0.75], [0.5, 0.5, 0.0]]
+
+
 def test_pieces_are_counted_in_rows_with_a_score_if_the_judge_scores_them() -> None:
     created, placed = rollouts([4, 3, 4]), [[(1, 0.5), (3, 0.5)], [(2, 1.0)], []]
     scores = score_all(created, [1.0, 1.0, None])

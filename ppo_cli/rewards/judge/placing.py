@@ -33,18 +33,25 @@ MAX_PIECES = 60
 # The end of a sentence: full stops of many scripts with what closes after them, and a blank if
 # the stop is one that numbers and names have too.
 _STOP = re.compile(
-    r"(?:(?<![.!?…])[.!?…]++[\"'”’»)\]*_`]*+(?=\s|$)|(?:[。！？｡।॥؟۔።፧։။။។།]|．(?!\d))+[\"'”’»」』）)\]]*)\s*"
+    r"(?:(?<![.!?…])[.!?…]++(?:[\"'”’»)\]*_`]|[ \u00a0\u202f]»)*+(?=\s|$)"
+    r"|(?:[。！？｡।॥؟۔።፧։။။។།]|．(?!\d))+[\"'”’»」』）)\]]*)\s*"
     r"|\n\s*"
 )
-# Where a sentence goes on behind a full stop, with \0 behind the stop and its blank: initials and
-# abbreviations; those that also end sentences, before a small letter; a day before its month in
-# German; the number of a list's item.
+# Where a sentence goes on behind a full stop; \0 stands behind the stop and its blank.
 _GOES_ON = re.compile(
-    r"[\s(](?:(?![ap]\.m|т\.[дп])(?:[^\W\d_]\.)+[^\W\d_]|[A-ZÀ-ÞА-ЯЁ]|z\. B|d\. h|u\. a"
-    r"|p\. e[jx]|т\. [ек]|cf|vs|approx|ca|bzw|vgl|Nr|Hr|Mr|Mrs|Ms|Mme|Mlle|Sra?|EE|UU|Dr|Prof|Ph\.D"
-    r"|St|Fig|Eq|No|Sec)\.\0"
-    r"|[\s(](?:[ap]\. ?m|т\. ?[дп]|др|etc|usw|al|Inc|Ltd|Co|Corp|Jr)\.\0[a-zß-öø-ÿа-яё]"
+    # Initials and abbreviations.
+    r"[\s(](?:(?![ap]\.m|т\.[дп])(?:[^\W\d_]\.)+[^\W\d_]|[A-ZÀ-ÞА-ЯЁ]|z\. B|d\. h|u\. a|p\. e[jx]"
+    r"|т\. [ек]|cf|vs|approx|ca|bzw|vgl|Nr|Hr|Mr|Mrs|Ms|Mme|Mlle|Sra?|EE|UU|Dr|Prof|Ph\.D|St|Fig|Eq"
+    r"|No|Sec|[Сс]м|ул)\.\)?\0"
+    # The first of two initials with a blank between them.
     r"|[\s(][^\W\d_]\.\0[^\W\d_]{1,2}\."
+    # Abbreviations that end sentences too, before a small letter; others before a number.
+    r"|[\s(](?:[ap]\. ?m|т\. ?[дп]|др|etc|usw|al|Inc|Ltd|Co|Corp|Jr)\.\0[a-zß-öø-ÿа-яё]"
+    r"|[\s(](?:pp?|vol|ch|pág|[Aa]rt|Abs|env|aprox|rd|Jan|Feb|Mar|Apr|Jun|Jul|Aug|Sept?|Oct|Nov|Dec"
+    r"|[дгс]|стр?|рис)\.\0\d"
+    # A quotation within a sentence.
+    r"|[\"'”’»]\0[a-zß-öø-ÿа-яё]|[」』]\0と"
+    # A day before its month, in German; the number of a list's item.
     r"|\s\d{1,2}\.\0(?:Januar|Februar|März|April|Mai|Juni|Juli|August|September|Oktober|November"
     r"|Dezember)\b"
     r"|(?:\n|[.!?;:]\s)[ \t]*(?:[-*>#]+[ \t]*)?\(?\d{1,3}\.\0"
@@ -142,14 +149,16 @@ def _list_ends(
     """Yield where pieces end in a text; a piece has a letter or a digit."""
     for start, end in shown:
         text = full_text[start:end]
-        last = max((at for at, character in enumerate(text) if character.isalnum()), default=-1)
+        ends = list[int]()
         # The mark of a thought that the prompt opened is no piece.
         read = max(0, opened - start)
         for cut in [*_cuts(text, place), len(text)]:
             if any(character.isalnum() for character in text[read:cut]):
-                # What has no letter or digit after the last piece belongs to that one.
-                yield start + (cut if cut <= last else len(text))
+                ends.append(cut)
+            elif ends:  # a separator belongs to the piece before it
+                ends[-1] = cut
             read = max(read, cut)
+        yield from (start + end for end in ends)
 
 
 def _cuts(text: str, place: str) -> Iterator[int]:
@@ -165,9 +174,10 @@ def _cuts(text: str, place: str) -> Iterator[int]:
 def _sentence_ends(text: str) -> Iterator[int]:
     padded = f"\n{text}"
     for match in _STOP.finditer(text):
-        before = padded[max(0, match.start() - 12) : match.start() + 2]
+        stop = match[0].rstrip()
+        before = padded[max(0, match.start() - 12) : match.start() + 1 + len(stop)]
         window = f"{before}\0{text[match.end() : match.end() + 10]}"
-        if match[0][0] == "." and "\n" not in match[0] and _GOES_ON.search(window):
+        if "\n" not in match[0] and _GOES_ON.search(window):
             continue
         yield match.end()
 
@@ -176,8 +186,9 @@ def request_places(response: Response, api: ApiReward, scale: Scale) -> Placing 
     """Return the request for a response as the judge sees it; None for one of a single piece."""
     if api.place in (None, "criterion") or isinstance(response, str):
         return None
-    count = max((passage.turn for passage in response), default=0)
-    noun = "turn" if api.place == "turn" else "piece"
+    # The passages of an episode are turns; they are pieces where turns are what is scored.
+    noun, kinds = ("turn", ("assistant",)) if api.place == "turn" else ("piece", ("piece",))
+    count = max((passage.turn for passage in response if passage.kind in kinds), default=0)
     return Placing(count, scale.low, scale.high, scale.key, noun) if count > 1 else None
 
 

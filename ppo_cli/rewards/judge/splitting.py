@@ -12,11 +12,13 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from ppo_cli.errors import RewardError, did_you_mean
+from ppo_cli.errors import Interrupted, RewardError, did_you_mean
 from ppo_cli.processes.user_code import describe_error, import_file
 from ppo_cli.rewards.function import find_file
+from ppo_cli.waits import NoAnswer, await_result, run_in_thread
 
 FLAG = "--rm_place"
+SPLIT_S = 20.0  # for the two calls with a text
 # A text of usual parts, with which the function is tried when it is loaded.
 TRIAL_TEXT = "One sentence. Then 3.14, and »more«?\n\n2. A second line 😀\n\tend"
 
@@ -46,13 +48,21 @@ def load_split(spec: str) -> Callable[[str], list[str]]:
 
 
 def _split(function: Callable[[str], Any], spec: str, path: Path, text: str) -> list[str]:
-    try:
-        results = function(text), function(text)
-        pieces, repeated = (
+    def call() -> list[Any]:
+        return [
             list(result) if isinstance(result, Iterable) and not isinstance(result, str) else result
-            for result in results
-        )
-    except Exception as error:
+            for result in (function(text), function(text))
+        ]
+
+    try:
+        pieces, repeated = await_result(run_in_thread(call), spec, SPLIT_S)
+    except NoAnswer:
+        raise RewardError(
+            f"{FLAG} {spec} does not return within {SPLIT_S:g} s for {text[:40]!r}."
+        ) from None
+    except Interrupted:
+        raise
+    except (Exception, SystemExit) as error:
         problem = describe_error(error, str(path))
         raise RewardError(f"{FLAG} {spec} fails on {text[:40]!r}: {problem}.") from None
     if problem := _find_problem(text, pieces, repeated):
@@ -62,7 +72,7 @@ def _split(function: Callable[[str], Any], spec: str, path: Path, text: str) -> 
             f"{FLAG} {spec}: {problem} ({path.name}{line}). Return a list of texts which, joined, "
             "are the text."
         )
-    return pieces
+    return list(pieces)
 
 
 def _find_problem(text: str, pieces: Any, repeated: Any) -> str:

@@ -15,6 +15,7 @@ import pytest
 
 from ppo_cli.errors import RewardError
 from ppo_cli.records import Prompt, Rollout, Score, Turn
+from ppo_cli.rewards.judge import splitting
 from ppo_cli.rewards.judge.calls import JudgeError, Question, Reply, Scale, Usage
 from ppo_cli.rewards.judge.panel import PanelReward
 from ppo_cli.rewards.judge.placing import (
@@ -65,6 +66,9 @@ def cut(text: str, place: str, *, opened: str = "", reasoning: str = "strip") ->
          ["El Sr. Gil va a EE. UU. a las 3 p. m. y M. Roy, p. ex., dort. ", "Fin."]),
         ("А. С. Пушкин и т. д. и др. И т. д. Потом, т.е. сейчас.", "sentence",
          ["А. С. Пушкин и т. д. и др. ", "И т. д. ", "Потом, т.е. сейчас."]),
+        ('On Jan. 5 (p. 12, Art. 1) she asked, "Why?" and left. « Oui. » dit-il.', "sentence",
+         ['On Jan. 5 (p. 12, Art. 1) she asked, "Why?" and left. ', "« Oui. » dit-il."]),
+        ("「行く。」と彼は言った。次。", "sentence", ["「行く。」と彼は言った。", "次。"]),
         ("値は３．１４だ．次．", "sentence", ["値は３．１４だ．", "次．"]),
         ("So says Dr.\nNo left.\n        12. Last.", "sentence",
          ["So says Dr.\n", "No left.\n        ", "12. Last."]),
@@ -77,7 +81,7 @@ def cut(text: str, place: str, *, opened: str = "", reasoning: str = "strip") ->
         ('He said "No." Then he left…\n\n- a\n- b', "sentence",
          ['He said "No." ', "Then he left…\n\n", "- a\n", "- b"]),
         ("1. First one. 2. Second one.", "sentence", ["1. First one. ", "2. Second one."]),
-        ("a\n\n\nb\n---\nc", "line", ["a\n\n\n", "b\n", "---\nc"]),
+        ("a\n\n\nb\n---\nc", "line", ["a\n\n\n", "b\n---\n", "c"]),
         ("First,\nso.\n\nThen\nthis.\n\n", "step", ["First,\nso.\n\n", "Then\nthis.\n\n"]),
         ("Step 1: a\nmore\nStep 2: b", "step", ["Step 1: a\nmore\n", "Step 2: b"]),
         # One piece is no place, and what has no letter belongs to a neighbour.
@@ -124,7 +128,10 @@ def test_an_episode_that_the_judge_reads_whole_is_not_cut_within_its_turns() -> 
         placing = request_places(show_response(episode, api), api, Scale(1, 10))
         noun = "turn" if place == "turn" else "piece"
         assert placing == (Placing(2, 1, 10, "score_1_to_10", noun) if pieces else None)
-    assert cut_response(episode, complete_judge(place="sentence", scope="episode")) == []
+    # The turns of an episode are no sentences.
+    api = complete_judge(place="sentence", scope="episode")
+    assert cut_response(episode, api) == []
+    assert request_places(show_response(episode, api), api, Scale(1, 10)) is None
 
 
 def test_more_pieces_than_fit_into_an_answer_are_joined() -> None:
@@ -343,6 +350,19 @@ def nothing(text): return None
 def lines(text): yield from re.findall("[^,]*,?", text)
 class Words: ...
 """
+
+
+def test_a_function_that_does_not_return_is_a_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(splitting, "SPLIT_S", 0.3)
+    (tmp_path / "split.py").write_text(
+        "import time\ndef slow(text):\n    time.sleep(60 * (text[0] == '1'))\n    return [text]\n"
+    )
+    spec = f"{tmp_path}/split.py:slow"
+    assert cut("No. Yes.", spec) == []
+    with pytest.raises(RewardError, match=r"slow does not return within 0\.3 s for '1\. Yes"):
+        cut("1. Yes.", spec)
 
 
 def test_pieces_of_a_function_are_the_text_in_order_or_a_mistake(tmp_path: Path) -> None:
