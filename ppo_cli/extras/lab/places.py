@@ -11,7 +11,7 @@ from typing import Any
 
 from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.data_sets.files import Place, RowProblem, raise_problems
-from ppo_cli.errors import DataError
+from ppo_cli.errors import DataError, plural
 from ppo_cli.extras.lab.reward_facts import single_judge
 from ppo_cli.records import Score
 from ppo_cli.rewards.judge.placing import cut_response
@@ -39,8 +39,9 @@ def read_place_marks(responses: ResponseSet, column: str, settings: RewardSettin
         if not numbers:
             problems.append(RowProblem(row.place, column, "is not a list of numbers"))
         elif len(cell) != max(1, len(pieces)):
-            shown = " | ".join(shorten(piece.text) for piece in pieces)
-            message = f"has {len(cell)} labels for {max(1, len(pieces))} pieces: {shown}"
+            texts = [piece.text for piece in pieces] or [row.rollout.text]
+            shown = " | ".join(map(shorten, texts))
+            message = f"has {len(cell)} labels for {plural(len(texts), 'piece')}: {shown}"
             problems.append(RowProblem(row.place, column, message))
         else:
             marks[row.place] = [float(x) for x in cell]
@@ -71,7 +72,7 @@ def place_advice(facts: Mapping[str, Any]) -> str:
     wrong = facts["wrong"]
     start = f"Places: {wrong:.0%} of the pairs of pieces are in the wrong order"
     if wrong <= CHEAPER:
-        return f"{start}: --rm_place pays, in calls and in money if pieces are few."
+        return f"{start}: --rm_place saves calls and money if each piece is right or wrong alone."
     if wrong <= FEWER_CALLS:
-        return f"{start}: --rm_place saves calls, and money only if pieces are few."
+        return f"{start}: --rm_place saves calls, not money, if each piece is right or wrong alone."
     return f"{start}: leave --rm_place out, or use a stronger judge."
