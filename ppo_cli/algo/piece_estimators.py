@@ -26,20 +26,17 @@ def piece_group(
 
     The score of a piece is its reward times the number of pieces: their mean is the score of the
     whole. Later pieces are discounted by `gamma_piece`, and nothing is within one. A piece that was
-    not written has the score of the whole response, so that neither more nor fewer pieces pay; one
-    that no response of the group has counts for none, however long those of other prompts are. With
+    not written has the score of the whole response, so that neither more nor fewer pieces pay. They
+    are counted up to the most pieces of the batch, also where the group has fewer. With
     `norm_by_std` the advantages of the batch are divided by their root mean square over tokens. A
     group of one has mean 0. Returns are the discounted scores.
     """
     rewards_BK, written_BK = sum_pieces(token_rewards_BT, mask_BT, piece_BT)
     whole_B1 = rewards_BK.sum(1, keepdim=True)
     scores_BK = torch.where(written_BK, _score_pieces(rewards_BK, written_BK), whole_B1)
-    groups = list(group_rows(mask_BT, group_B))
-    for at in groups:
-        scores_BK[at] *= written_BK[at].any(0)
     to_go_BK = _discount(scores_BK, gamma_piece)
     centred_BK = torch.zeros_like(to_go_BK)
-    for at in groups:
+    for at in group_rows(mask_BT, group_B):
         mean_K = to_go_BK[at].mean(0) if len(at) > 1 else torch.zeros_like(to_go_BK[0])
         centred_BK[at] = _without_rounding(to_go_BK[at], mean_K)
     returns_BT = _spread(to_go_BK, mask_BT, piece_BT, False)

@@ -34,10 +34,9 @@ def test_three_responses_by_hand() -> None:
     # Scores 1 and 0; 0.25, and as much for the second piece, which was not written.
     advantages, returns = compute_advantages("piece_group", **inputs)
     assert advantages.tolist() == [
-        [0.3125, 0.3125, -0.125, -0.125], [-0.3125, -0.3125, -0.3125, 0], [1, 0, 0, 0],
+        [0.3125, 0.3125, -0.125, -0.125], [-0.3125, -0.3125, -0.3125, 0], [1.5, 0, 0, 0],
     ]  # fmt: skip
-    # Of the third prompt nobody wrote a second piece.
-    assert returns.tolist() == [[1, 1, 0, 0], [0.375, 0.375, 0.375, 0], [1, 0, 0, 0]]
+    assert returns.tolist() == [[1, 1, 0, 0], [0.375, 0.375, 0.375, 0], [1.5, 0, 0, 0]]
     # All three rows as one group: (1 + 0.375 + 1.5) / 3 at the first piece.
     advantages, _ = compute_advantages("piece_batch", **inputs)
     mean = 2.875 / 3
@@ -101,7 +100,7 @@ def define(
         return sum(discount ** (j - start) * row[j] for j in range(start, len(row)))
 
     if name in ("piece_group", "piece_batch"):
-        longest = max(len(pieces[i]) for i in peers)
+        longest = max(map(len, pieces))
         full = {
             i: [x * len(pieces[i]) for x in pieces[i]]
             + [sum(pieces[i])] * (longest - len(pieces[i]))
