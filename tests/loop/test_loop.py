@@ -540,6 +540,7 @@ def test_a_signal_saves_the_step_that_it_leaves_time_for(
     patience: float, message: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(signals, "LEAVE_S", patience)
+    signals.forget_signals()  # those of tests before
     stops, sending = list[str](), iter(["SIGTERM"])
     script = make(steps=4, stop_requested=lambda: stops[0] if stops else None)
 

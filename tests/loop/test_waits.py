@@ -48,6 +48,8 @@ ROWS = [
     ("reward server", f"{EMBEDDED} --reward_model {{hole}}/classify", 1, AT_ONCE),
     ("reward function", f"{EMBEDDED} --reward_function {{desk}}/hangs.py reward.timeout=600", 1,
      AT_ONCE),
+    ("`--rm_place FILE.py:FUNCTION`", f"{JUDGE} --rm_base_url {{hole}}/v1 "
+     "--rm_place {desk}/hangs.py:hang", 1, AT_ONCE),
     ("environment, tools, MCP", f"{EMBEDDED} --preset embedded-tools --tools "
      "{desk}/hangs.py:multiply environment.timeout=600", 1, SAVED),
     ("store", f"{EMBEDDED} trainer.store=s3://bucket/a", 1, AT_ONCE),
